@@ -1,0 +1,511 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "ale-py>=0.12", "flax>=0.12", "gymnasium>=1.2", "jax>=0.10", "numpy>=2", "optax>=0.2.5", "rich>=14",
+#     "tensorboard>=2.20", "tyro>=1.0",
+# ]
+# ///
+"""EauDeDQN on Atari: Q-networks of growing sparsity share one target, and the best of them becomes the next target.
+
+Algorithm 1 of Vincent et al., "Eau De Q-Network: Adaptive Distillation of Neural Networks in Deep RL", 2025.
+
+    python eaudedqn_atari.py --env-id Pong
+    tensorboard --logdir runs
+"""
+
+import collections
+import contextlib
+import dataclasses
+import datetime
+import difflib
+import functools
+import json
+import math
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Literal, NamedTuple, NoReturn
+
+import ale_py
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from rich.progress import BarColumn, Progress
+from tensorboard.summary import Writer
+
+FRAME, STACK = (84, 84), 4  # pixels of a frame, frames of an observation
+LOG_PERIOD = 1_000  # steps between two points of the curves that have a value at every step
+
+
+# ---- Arguments: the defaults are the paper's -------------------------------------------------------------------------
+@dataclasses.dataclass(frozen=True)
+class Args:
+    env_id: str = "Pong"  # Atari game: Pong, SpaceInvaders, MsPacman, ...; ALE/Pong-v5 works too
+    seed: int = 1  # seed of everything that is random
+    total_timesteps: int = 10_000_000  # environment steps, of 4 frames each [t_final]
+    runs_dir: Path = Path("runs")  # folder in which the run gets a folder of its own
+    horizon: int = 27_000  # steps after which an episode is cut [H]
+    features: tuple[int, int, int, int] = (32, 64, 64, 512)  # channels of the 3 convolutions, width of the hidden layer
+    n_networks: int = 5  # online networks that learn side by side [K]
+    tournament_size: int = 3  # networks drawn for a tournament, which the lowest cumulated loss wins [M]
+    max_noise: float = 3.0  # a pruning's size is scaled by a random number from 0 to this; 0 never prunes [U_max]
+    max_speed: float = 0.01  # largest share of the remaining weights that one pruning removes [S_max]
+    sparsity_distribution: Literal["uniform", "erk"] = "uniform"  # same sparsity in all tensors, or Erdos-Renyi-Kernel
+    target_period: int = 8_000  # steps between two target updates, each with its tournament [T]
+    gradient_period: int = 4  # steps between two gradient steps [G]
+    learning_starts: int = 20_000  # steps played before the first gradient step
+    buffer_size: int = 1_000_000  # transitions in the replay memory, first in, first out [D]
+    batch_size: int = 32  # transitions in a gradient step [B]
+    gamma: float = 0.99  # discount factor [gamma]
+    learning_rate: float = 6.25e-5  # step size of Adam
+    adam_epsilon: float = 1.5e-4  # epsilon of Adam
+    epsilon_end: float = 0.01  # share of random actions after it has fallen from 1 [epsilon]
+    epsilon_duration: int = 250_000  # steps over which it falls, linearly
+
+
+# Whole numbers are at least 1 and the others between 0 and 1, but for these. Of a pair, the first must not be smaller.
+LIMITS = {"seed": (0, 2**31 - 1), "horizon": (2, math.inf), "features": (1, math.inf), "max_noise": (0, 1e9)}
+PAIRS = {"n_networks": "tournament_size", "buffer_size": "batch_size", "learning_starts": "batch_size"}
+PAIRS |= {"total_timesteps": "learning_starts", "target_period": "gradient_period"}
+
+
+def fail(message: str) -> NoReturn:
+    """A mistake of the person at the keyboard: one message, exit code 2, no traceback."""
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def check_args(args: Args) -> None:
+    for field in dataclasses.fields(args):
+        flag, value = "--" + field.name.replace("_", "-"), getattr(args, field.name)
+        limits = LIMITS.get(field.name, {int: (1, math.inf), float: (0, 1)}.get(field.type))
+        if limits and not all(limits[0] <= x <= limits[1] for x in np.ravel(value)):
+            at_most = "" if limits[1] == math.inf else f" and at most {limits[1]}"
+            fail(f"{flag} must be at least {limits[0]}{at_most}, not {value}")
+        if field.name in PAIRS and value < getattr(args, other := PAIRS[field.name]):
+            fail(f"{flag} {value} is smaller than --{other.replace('_', '-')} {getattr(args, other)}")
+
+
+# ---- Environment -----------------------------------------------------------------------------------------------------
+def game_name(env_id: str) -> str:
+    """The game as people write it: `ALE/MsPacman-v5`, `mspacman` and `ms_pacman` are all `MsPacman`."""
+    known = {
+        rom.replace("_", ""): "".join(map(str.capitalize, rom.split("_"))) for rom in ale_py.roms.get_all_rom_ids()
+    }
+    wanted = re.sub(r"^ale/|(noframeskip)?-v\d+$|_", "", env_id.lower())
+    if wanted not in known:
+        closest = [known[name] for name in difflib.get_close_matches(wanted, known, n=3, cutoff=0)]
+        fail(f"unknown Atari game {env_id!r}; the closest names are {', '.join(closest)}")
+    return known[wanted]
+
+
+def make_env(env_id: str, n_envs: int, horizon: int) -> ale_py.AtariVectorEnv:
+    """The protocol of Machado et al. (2018), as in the paper's appendix. Several defaults of ale-py differ."""
+    return ale_py.AtariVectorEnv(
+        re.sub(r"(?<!^)(?=[A-Z])", "_", game_name(env_id)).lower(),
+        num_envs=n_envs,
+        max_num_frames_per_episode=4 * horizon,
+        repeat_action_probability=0.25,  # sticky actions
+        full_action_space=False,
+        autoreset_mode="SameStep",  # the step that ends an episode returns the first observation of the next one
+        img_height=FRAME[0],
+        img_width=FRAME[1],
+        grayscale=True,
+        stack_num=STACK,  # zeros before the first frame of an episode
+        frameskip=4,
+        maxpool=True,  # over the last two frames
+        noop_max=0,
+        episodic_life=False,  # game over, not the loss of a life, ends an episode
+        reward_clipping=False,  # the replay memory clips; returns are the game's score
+        use_fire_reset=False,
+    )
+
+
+# ---- Replay memory ---------------------------------------------------------------------------------------------------
+class Batch(NamedTuple):
+    frames: np.ndarray  # (batch, STACK + 1, 84, 84) uint8: [:, :-1] is the observation, [:, 1:] the next one
+    actions: np.ndarray  # (batch,) int32
+    rewards: np.ndarray  # (batch,) float32
+    terminals: np.ndarray  # (batch,) bool
+
+
+class ReplayMemory:
+    """The last `size` transitions, first in, first out. Each frame is kept once: stacks are rebuilt when sampled."""
+
+    def __init__(self, size: int):
+        rows = size + STACK  # the oldest transition needs the STACK - 1 frames before it, the newest the frame after it
+        self.size, self.n_added, self.age = size, 0, 0
+        self.frames = np.zeros((rows, *FRAME), np.uint8)  # 7.06 GB for a million; the system hands it out as it fills
+        self.actions = np.zeros(rows, np.int32)
+        self.rewards = np.zeros(rows, np.float32)
+        self.terminals = np.zeros(rows, bool)
+        self.truncations = np.zeros(rows, bool)
+        self.ages = np.zeros(rows, np.int32)  # steps since the start of the episode
+
+    def add(self, observation, action, reward, terminal, truncated, next_observation) -> None:
+        row, next_row = self.n_added % len(self.frames), (self.n_added + 1) % len(self.frames)
+        self.frames[row], self.frames[next_row] = observation[-1], next_observation[-1]
+        self.actions[row], self.rewards[row] = action, np.clip(reward, -1, 1)
+        self.terminals[row], self.truncations[row], self.ages[row] = terminal, truncated, self.age
+        self.n_added += 1
+        self.age = 0 if terminal or truncated else self.age + 1
+
+    def sample(self, rng: np.random.Generator, batch_size: int) -> Batch:
+        steps = np.zeros(0, int)
+        while len(steps) < batch_size:
+            drawn = rng.integers(max(0, self.n_added - self.size), self.n_added, batch_size - len(steps))
+            # DIFFERS: a transition that ends in a truncation is not sampled: the frame that follows it is not kept.
+            steps = np.append(steps, drawn[~self.truncations[drawn % len(self.frames)]])
+        offsets = np.arange(1 - STACK, 2)
+        rows = (steps[:, None] + offsets) % len(self.frames)  # (batch, STACK + 1)
+        frames, row = self.frames[rows], steps % len(self.frames)
+        frames[-offsets > self.ages[row, None]] = 0  # frames of the episode before
+        return Batch(frames, self.actions[row], self.rewards[row], self.terminals[row])
+
+
+# ---- Network ---------------------------------------------------------------------------------------------------------
+class QNetwork(nn.Module):
+    features: tuple[int, ...]
+    n_actions: int
+
+    @nn.compact
+    def __call__(self, observations: jax.Array) -> jax.Array:
+        init = nn.initializers.xavier_uniform()
+        x = jnp.moveaxis(observations, 1, -1) / 255.0  # (batch, 84, 84, STACK)
+        for features, kernel, stride in zip(self.features, (8, 4, 3), (4, 2, 1)):
+            x = nn.relu(nn.Conv(features, (kernel, kernel), stride, kernel_init=init)(x))  # 84 -> 21 -> 11 -> 11
+        x = x.reshape(len(x), -1)  # (batch, 121 * features[2])
+        x = nn.relu(nn.Dense(self.features[3], kernel_init=init)(x))
+        return nn.Dense(self.n_actions, kernel_init=init)(x)  # (batch, n_actions)
+
+
+# ---- Pruning: masks, sparsity, tournament ----------------------------------------------------------------------------
+def tensor_densities(shapes: list[tuple], sparsity: float, distribution: str) -> np.ndarray:
+    """Share of its weights that each tensor keeps."""
+    if distribution == "uniform":
+        return np.full(len(shapes), 1.0 - sparsity)
+    # Erdos-Renyi-Kernel: density in proportion to sum(shape) / prod(shape), at most 1, and `sparsity` in total.
+    sizes, sums = np.array([math.prod(shape) for shape in shapes]), np.array([sum(shape) for shape in shapes])
+    dense = np.zeros(len(shapes), bool)
+    while not dense.all():
+        scale = ((1.0 - sparsity) * sizes.sum() - sizes[dense].sum()) / sums[~dense].sum()
+        too_dense = ~dense & (scale * sums > sizes)
+        if not too_dense.any():
+            break
+        dense |= too_dense
+    return np.where(dense, 1.0, scale * sums / sizes)
+
+
+def magnitude_mask(weights: np.ndarray, density: float) -> np.ndarray:
+    """Keep the largest magnitudes, at least one; of equal ones those that come first."""
+    n_kept = max(1, round(weights.size * density))
+    magnitudes = np.abs(weights).ravel()
+    threshold = np.partition(magnitudes, -n_kept)[-n_kept]
+    mask = magnitudes > threshold
+    mask[np.flatnonzero(magnitudes == threshold)[: n_kept - mask.sum()]] = True
+    return mask.reshape(weights.shape)
+
+
+def magnitude_masks(params, sparsity: float, distribution: str):
+    """Masks of one network: True is kept. Only tensors with more than one axis are pruned, biases never."""
+    leaves, structure = jax.tree.flatten(params)
+    shapes = [leaf.shape for leaf in leaves if leaf.ndim > 1]
+    densities = iter(tensor_densities(shapes, sparsity, distribution))
+    masks = [magnitude_mask(np.asarray(x), next(densities)) if x.ndim > 1 else np.ones(x.shape, bool) for x in leaves]
+    return jax.tree.unflatten(structure, masks)
+
+
+def sparsity_of(masks) -> float:
+    """Share of zeros among the weights of one network that can be pruned."""
+    prunable = [np.asarray(mask) for mask in jax.tree.leaves(masks) if mask.ndim > 1]
+    return float(1 - sum(mask.sum() for mask in prunable) / sum(mask.size for mask in prunable))
+
+
+def next_sparsity(
+    sparsity: float, noise: float, step: int, next_step: int, total_steps: int, max_speed: float
+) -> float:
+    """Eq. (3): a random stretch along the line from (step, sparsity) to (total_steps, 1), capped by `max_speed`."""
+    steps_left = max(total_steps - step, 1)  # at the last update the line is vertical, and the cap decides
+    return sparsity + (1 - sparsity) * min((next_step - step) / steps_left * noise, max_speed)
+
+
+def select_population(rng: np.random.Generator, losses: np.ndarray, tournament_size: int) -> np.ndarray:
+    """Fig. 3, left: slot k of the next population takes network `parents[k]`.
+
+    One seat is for the lowest loss, the others for the winners of tournaments. A network that was selected stays in its
+    slot; what it was selected for beyond that goes to the slots of those that were not. Diverged networks never win.
+    """
+    losses = np.asarray(losses)
+    finite = np.flatnonzero(np.isfinite(losses))
+    selected = [finite[losses[finite].argmin()]]
+    for _ in range(len(losses) - 1):
+        drawn = rng.choice(finite, min(tournament_size, len(finite)), replace=False)
+        selected.append(drawn[losses[drawn].argmin()])
+    survivors, first_seats = np.unique(selected, return_index=True)
+    parents = np.arange(len(losses))
+    parents[np.setdiff1d(parents, survivors)] = np.delete(selected, first_seats)
+    return parents
+
+
+def network_probabilities(losses: np.ndarray) -> np.ndarray:
+    """Fig. 3, right: in proportion to 1 / L_k. Networks without loss share everything, diverged ones get nothing."""
+    losses = np.asarray(losses, np.float64)
+    losses = np.where(np.isfinite(losses), losses, np.inf)
+    lowest = losses.min()
+    weights = losses == lowest if lowest in (0, np.inf) else lowest / losses
+    return weights / weights.sum()
+
+
+# ---- Agent state -----------------------------------------------------------------------------------------------------
+class AgentState(NamedTuple):
+    """All that learning changes. The population is the leading axis, K."""
+
+    params: dict  # (K, ...), pruned weights are exactly 0 [theta]
+    target_params: dict  # (...), shared by all networks [theta-bar]
+    opt_state: optax.OptState  # (K, ...)
+    masks: dict  # (K, ...) bool, False where a weight is pruned
+    cumulated_losses: jax.Array  # (K,), since the last target update [L_k]
+    sparsities: jax.Array  # (K,) [s_t]
+    target_idx: jax.Array  # (), the network that the target was copied from [psi]
+
+
+def make_optimizer(args: Args) -> optax.GradientTransformation:
+    return optax.adam(args.learning_rate, eps=args.adam_epsilon)
+
+
+def network_at(stacked, idx: int):
+    """One network's tree out of the population's."""
+    return jax.tree.map(lambda x: x[idx], stacked)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def init_agent(args: Args, network: QNetwork, key: jax.Array) -> AgentState:
+    init_keys = jax.random.split(key, args.n_networks)
+    params = jax.vmap(network.init, in_axes=(0, None))(init_keys, np.zeros((1, STACK, *FRAME), np.uint8))
+    return AgentState(
+        params=params,
+        target_params=network_at(params, 0),
+        opt_state=jax.vmap(make_optimizer(args).init)(params),
+        masks=jax.tree.map(lambda x: jnp.ones(x.shape, bool), params),
+        cumulated_losses=jnp.zeros(args.n_networks),
+        sparsities=jnp.zeros(args.n_networks),
+        target_idx=jnp.asarray(0),
+    )
+
+
+# ---- Learning --------------------------------------------------------------------------------------------------------
+def map_networks(function, params):
+    """`jax.vmap` over the population; on a CPU, where a vmapped convolution takes twice the time, a loop."""
+    if jax.default_backend() != "cpu":
+        return jax.vmap(function)(params)
+    n_networks = len(jax.tree.leaves(params)[0])
+    return jax.tree.map(lambda *x: jnp.stack(x), *[function(network_at(params, k)) for k in range(n_networks)])
+
+
+def td_loss(params, network: QNetwork, batch: Batch, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    q_values = network.apply(params, batch.frames[:, :-1])  # (batch, n_actions)
+    q_values = jnp.take_along_axis(q_values, batch.actions[:, None], axis=1)[:, 0]  # (batch,)
+    # DIFFERS: the mean over the batch; Algorithm 1 writes the sum.
+    return jnp.mean((targets - q_values) ** 2), jnp.mean(q_values)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def learn(args: Args, network: QNetwork, state: AgentState, batch: Batch) -> tuple[AgentState, dict]:
+    """Alg. 1, l. 8-11: one gradient step of every network towards the shared target."""
+    next_values = network.apply(state.target_params, batch.frames[:, 1:]).max(axis=1)  # (batch,)
+    targets = batch.rewards + args.gamma * (1 - batch.terminals) * next_values  # l. 8
+
+    loss_and_grad = jax.value_and_grad(td_loss, has_aux=True)
+    (losses, q_values), grads = map_networks(
+        lambda params: loss_and_grad(params, network, batch, targets), state.params
+    )
+    updates, opt_state = jax.vmap(make_optimizer(args).update)(grads, state.opt_state)
+    params = optax.apply_updates(state.params, updates)
+    params = jax.tree.map(jnp.multiply, params, state.masks)  # what was pruned stays pruned
+
+    cumulated_losses = state.cumulated_losses + jnp.where(jnp.isfinite(losses), losses, jnp.inf)  # l. 11
+    state = state._replace(params=params, opt_state=opt_state, cumulated_losses=cumulated_losses)
+    return state, {"losses/td_loss": losses.mean(), "losses/q_values": q_values.mean()}
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def update_target(state: AgentState) -> AgentState:
+    """Alg. 1, l. 13."""
+    target_idx = state.cumulated_losses.argmin()
+    return state._replace(target_idx=target_idx, target_params=network_at(state.params, target_idx))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def copy_networks(state: AgentState, parents: np.ndarray, masks, sparsities: np.ndarray) -> AgentState:
+    """Slot k takes network `parents[k]` under `masks[k]`. Copies start a new Adam, all zeros; survivors keep theirs."""
+    params = jax.tree.map(lambda x, mask: x[parents] * mask, state.params, masks)
+    is_copy = parents != jnp.arange(len(parents))
+    opt_state = jax.tree.map(lambda x: jax.vmap(jnp.where)(is_copy, jnp.zeros_like(x), x), state.opt_state)
+    return state._replace(params=params, opt_state=opt_state, masks=masks, sparsities=sparsities)
+
+
+def prune_copies(args: Args, rng: np.random.Generator, state: AgentState, parents: np.ndarray, step: int) -> AgentState:
+    """Alg. 1, l. 15: the duplicated networks are pruned to a sparsity drawn by Eq. (3), all others stay as they are."""
+    params, old_masks = jax.device_get((state.params, state.masks))  # numpy ranks the weights faster than XLA's sort
+    sparsities, masks = np.array(state.sparsities)[parents], []
+    for k, parent in enumerate(parents):
+        masks.append(network_at(old_masks, k))
+        if parent != k:
+            noise, next_step = rng.uniform(0, args.max_noise), step + args.target_period
+            sparsities[k] = next_sparsity(sparsities[k], noise, step, next_step, args.total_timesteps, args.max_speed)
+            masks[k] = magnitude_masks(network_at(params, parent), sparsities[k], args.sparsity_distribution)
+    return copy_networks(state, parents, jax.tree.map(lambda *x: np.stack(x), *masks), sparsities)
+
+
+# ---- Acting ----------------------------------------------------------------------------------------------------------
+@functools.partial(jax.jit, static_argnums=0)
+def greedy_action(network: QNetwork, params, idx: int, observation: np.ndarray) -> jax.Array:
+    return network.apply(network_at(params, idx), observation[None])[0].argmax()
+
+
+def epsilon_greedy(rng: np.random.Generator, epsilon: float, network: QNetwork, params, idx: int, observation) -> int:
+    if rng.random() < epsilon:
+        return int(rng.integers(network.n_actions))
+    return int(greedy_action(network, params, idx, observation))
+
+
+# ---- Reporting: run folder, TensorBoard, screen ----------------------------------------------------------------------
+def make_run_folder(args: Args) -> Path:
+    folder = args.runs_dir / f"{game_name(args.env_id)}__{Path(__file__).stem}__{args.seed}__{time.time():.3f}"
+    try:
+        folder.mkdir(parents=True)
+        (folder / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=2, default=str))
+    except OSError as error:
+        fail(f"cannot write the run folder {folder}: {error.strerror}; choose another --runs-dir")
+    return folder
+
+
+class Run:
+    """A run as a person sees it: its folder, its TensorBoard curves and its progress on the screen."""
+
+    def __init__(self, args: Args, header: str):
+        self.args, self.folder, self.step, self.signal = args, make_run_folder(args), 0, None
+        self.writer, self.latest = Writer(str(self.folder)), {}
+        self.returns, self.rewards = collections.deque(maxlen=100), []  # of the last episodes, of the current one
+        self.start = self.shown = time.monotonic()
+        self.clock = (0, self.start)  # the step and the time from which SPS counts
+        print(f"{header}\nRun folder {self.folder}", flush=True)
+        self.progress = Progress(BarColumn(bar_width=20), "{task.description}")
+        self.progress.disable = not self.progress.console.is_terminal
+        self.task = self.progress.add_task("", total=args.total_timesteps)
+        self.progress.start()
+        self.old_handler = signal.signal(signal.SIGINT, self.interrupt)
+
+    def interrupt(self, signum: int, _) -> None:
+        self.signal = signum  # the run ends after its current step
+        signal.signal(signum, self.old_handler)  # a second Ctrl-C ends it at once
+
+    def close(self) -> None:
+        self.progress.stop()
+        self.writer.close()
+        signal.signal(signal.SIGINT, self.old_handler)
+
+    def steps(self):
+        while self.step < self.args.total_timesteps and not self.signal:
+            self.step += 1
+            yield self.step
+            if time.monotonic() - self.shown > (30 if self.progress.disable else 0.5):
+                self.show()
+
+    def log(self, scalars: dict) -> None:
+        """A number gives one curve, a vector gives `tag_0`, `tag_1`, ..."""
+        self.latest |= scalars
+        for tag, value in scalars.items():
+            for k, x in enumerate(np.ravel(value)):
+                self.writer.add_scalar(f"{tag}_{k}" if np.ndim(value) else tag, x, self.step)
+
+    def log_reward(self, reward: float, done: bool) -> None:
+        self.rewards.append(reward)
+        if done:
+            self.returns.append(sum(self.rewards))
+            self.log({"charts/episodic_return": self.returns[-1], "charts/episodic_length": len(self.rewards)})
+            self.rewards = []
+
+    def sps(self) -> float:
+        return (self.step - self.clock[0]) / max(time.monotonic() - self.clock[1], 1e-9)
+
+    def show(self) -> None:
+        self.shown, seconds_left = time.monotonic(), (self.args.total_timesteps - self.step) / max(self.sps(), 1e-9)
+        status = (
+            f"{self.step:,}/{self.args.total_timesteps:,}  {self.sps():,.0f} SPS  "
+            f"return {np.mean(self.returns or [np.nan]):.1f}  sparsity {self.latest['sparsity/target']:.3f}  "
+            f"epsilon {self.latest['charts/epsilon']:.2f}  {datetime.timedelta(seconds=int(seconds_left))} left"
+        )
+        self.progress.update(self.task, completed=self.step, description=status)
+        if self.progress.disable:
+            print(status, flush=True)
+
+    def summarize(self, params) -> None:
+        n_weights, n_nonzero = (sum(int(f(x)) for x in jax.tree.leaves(params)) for f in (jnp.size, jnp.count_nonzero))
+        print(
+            f"{'Interrupted' if self.signal else 'Finished'} after {self.step:,} steps and "
+            f"{datetime.timedelta(seconds=int(time.monotonic() - self.start))}, {self.sps():,.0f} SPS\n"
+            f"Return {np.mean(self.returns or [np.nan]):.1f}, mean of the last {len(self.returns)} episodes\n"
+            f"Sparsity of the target {self.latest['sparsity/target']:.3f}, {n_nonzero:,} of {n_weights:,} weights\n"
+            f"Curves: tensorboard --logdir {self.args.runs_dir}"
+        )
+
+
+# ---- Training --------------------------------------------------------------------------------------------------------
+def train(args: Args) -> Path:
+    check_args(args)
+    rng = np.random.default_rng(args.seed)
+    env = make_env(args.env_id, n_envs=1, horizon=args.horizon)
+    network = QNetwork(args.features, int(env.single_action_space.n))
+    state = init_agent(args, network, jax.random.key(args.seed))  # Alg. 1, l. 1
+    memory = ReplayMemory(args.buffer_size)
+    n_weights = sum(x.size for x in jax.tree.leaves(state.target_params))
+    header = (
+        f"EauDeDQN on {game_name(args.env_id)}, seed {args.seed}, on the {jax.default_backend().upper()}\n"
+        f"{args.n_networks} networks of {n_weights:,} parameters, features {' '.join(map(str, args.features))}\n"
+        f"Replay memory of {args.buffer_size:,} transitions, {memory.frames.nbytes / 1e9:.2f} GB when full"
+    )
+    with contextlib.closing(Run(args, header)) as run:
+        run.log({"sparsity/target": 0.0, "charts/epsilon": 1.0})
+        observation, metrics = env.reset(seed=args.seed)[0], {}
+        for step in run.steps():  # l. 2
+            behaviour_idx = rng.choice(args.n_networks, p=network_probabilities(state.cumulated_losses))  # l. 3
+            epsilon = np.interp(step, (0, args.epsilon_duration), (1, args.epsilon_end))
+            action = epsilon_greedy(rng, epsilon, network, state.params, behaviour_idx, observation[0])  # l. 4
+            next_observation, reward, terminal, truncated, _ = env.step(np.array([action]))
+            memory.add(observation[0], action, reward[0], terminal[0], truncated[0], next_observation[0])  # l. 5
+            observation = next_observation
+            run.log_reward(float(reward[0]), terminal[0] or truncated[0])
+
+            if step > args.learning_starts and step % args.gradient_period == 0:  # l. 6
+                batch = memory.sample(rng, args.batch_size)  # l. 7
+                state, metrics = learn(args, network, state, batch)  # l. 8-11
+                if not np.isfinite(state.cumulated_losses).any():
+                    fail(f"all networks have diverged at step {step}; try a lower --learning-rate")
+                if step <= args.learning_starts + args.gradient_period:
+                    run.clock = (step, time.monotonic())  # the first update compiles: SPS counts from here
+
+            # DIFFERS: no target update before learning starts, when all cumulated losses are still 0.
+            if step > args.learning_starts and step % args.target_period == 0:  # l. 12
+                state = update_target(state)  # l. 13
+                run.log({"sparsity/target": state.sparsities[state.target_idx], "sparsity/network": state.sparsities})
+                run.log({"losses/cumulated": state.cumulated_losses})
+                parents = select_population(rng, state.cumulated_losses, args.tournament_size)  # l. 14
+                state = prune_copies(args, rng, state, parents, step)  # l. 15
+                state = state._replace(cumulated_losses=jnp.zeros(args.n_networks))  # l. 16
+
+            if step % LOG_PERIOD == 0:
+                run.log({"charts/SPS": run.sps(), "charts/epsilon": epsilon, **metrics})
+    run.summarize(state.target_params)
+    if run.signal:
+        sys.exit(128 + run.signal)
+    return run.folder
+
+
+if __name__ == "__main__":
+    train(tyro.cli(Args, description=__doc__))
