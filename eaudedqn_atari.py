@@ -30,6 +30,7 @@ from typing import Literal, NamedTuple, NoReturn
 
 import ale_py
 import flax.linen as nn
+import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -94,9 +95,7 @@ def check_args(args: Args) -> None:
 # ---- Environment -----------------------------------------------------------------------------------------------------
 def game_name(env_id: str) -> str:
     """The game as people write it: `ALE/MsPacman-v5`, `mspacman` and `ms_pacman` are all `MsPacman`."""
-    known = {
-        rom.replace("_", ""): "".join(map(str.capitalize, rom.split("_"))) for rom in ale_py.roms.get_all_rom_ids()
-    }
+    known = {spec.name.lower(): spec.name for spec in gymnasium.registry.values() if spec.namespace == "ALE"}
     wanted = re.sub(r"^ale/|(noframeskip)?-v\d+$|_", "", env_id.lower())
     if wanted not in known:
         closest = [known[name] for name in difflib.get_close_matches(wanted, known, n=3, cutoff=0)]
@@ -107,7 +106,7 @@ def game_name(env_id: str) -> str:
 def make_env(env_id: str, n_envs: int, horizon: int) -> ale_py.AtariVectorEnv:
     """The protocol of Machado et al. (2018), as in the paper's appendix. Several defaults of ale-py differ."""
     return ale_py.AtariVectorEnv(
-        re.sub(r"(?<!^)(?=[A-Z])", "_", game_name(env_id)).lower(),
+        gymnasium.spec(f"ALE/{game_name(env_id)}-v5").kwargs["game"],
         num_envs=n_envs,
         max_num_frames_per_episode=4 * horizon,
         repeat_action_probability=0.25,  # sticky actions
@@ -390,6 +389,7 @@ class Run:
 
     def __init__(self, args: Args, header: str):
         self.args, self.folder, self.step, self.signal = args, make_run_folder(args), 0, None
+        self.old_handler = signal.signal(signal.SIGINT, self.interrupt)
         self.writer, self.latest = Writer(str(self.folder)), {}
         self.returns, self.rewards = collections.deque(maxlen=100), []  # of the last episodes, of the current one
         self.start = self.shown = time.monotonic()
@@ -399,7 +399,6 @@ class Run:
         self.progress.disable = not self.progress.console.is_terminal
         self.task = self.progress.add_task("", total=args.total_timesteps)
         self.progress.start()
-        self.old_handler = signal.signal(signal.SIGINT, self.interrupt)
 
     def interrupt(self, signum: int, _) -> None:
         self.signal = signum  # the run ends after its current step
@@ -416,6 +415,7 @@ class Run:
             yield self.step
             if time.monotonic() - self.shown > (30 if self.progress.disable else 0.5):
                 self.show()
+        self.show()
 
     def log(self, scalars: dict) -> None:
         """A number gives one curve, a vector gives `tag_0`, `tag_1`, ..."""
@@ -434,26 +434,28 @@ class Run:
     def sps(self) -> float:
         return (self.step - self.clock[0]) / max(time.monotonic() - self.clock[1], 1e-9)
 
+    def mean_return(self) -> str:
+        return f"{np.mean(self.returns):.1f}" if self.returns else "-"
+
     def show(self) -> None:
-        self.shown, seconds_left = time.monotonic(), (self.args.total_timesteps - self.step) / max(self.sps(), 1e-9)
-        status = (
-            f"{self.step:,}/{self.args.total_timesteps:,}  {self.sps():,.0f} SPS  "
-            f"return {np.mean(self.returns or [np.nan]):.1f}  sparsity {self.latest['sparsity/target']:.3f}  "
-            f"epsilon {self.latest['charts/epsilon']:.2f}  {datetime.timedelta(seconds=int(seconds_left))} left"
-        )
-        self.progress.update(self.task, completed=self.step, description=status)
+        self.shown, seconds_left = time.monotonic(), (self.args.total_timesteps - self.step) / max(self.sps(), 1e-3)
+        progress = f"{self.step:,}/{self.args.total_timesteps:,} steps, {self.sps():,.0f} SPS, "
+        progress += f"{datetime.timedelta(seconds=int(seconds_left))} left"
+        sparsity, epsilon = self.latest["sparsity/target"], self.latest["charts/epsilon"]
+        learning = f"return {self.mean_return()}, sparsity {sparsity:.3f}, epsilon {epsilon:.3f}"
+        self.progress.update(self.task, completed=self.step, description=f"{progress}\n{learning}")
         if self.progress.disable:
-            print(status, flush=True)
+            print(f"{progress}, {learning}", flush=True)
 
     def summarize(self, params) -> None:
         n_weights, n_nonzero = (sum(int(f(x)) for x in jax.tree.leaves(params)) for f in (jnp.size, jnp.count_nonzero))
+        time_taken = datetime.timedelta(seconds=int(time.monotonic() - self.start))
+        print(f"{'Interrupted' if self.signal else 'Finished'} after {self.step:,} steps and {time_taken}")
+        print(f"Return {self.mean_return()}, the mean of the last {len(self.returns)} episodes")
         print(
-            f"{'Interrupted' if self.signal else 'Finished'} after {self.step:,} steps and "
-            f"{datetime.timedelta(seconds=int(time.monotonic() - self.start))}, {self.sps():,.0f} SPS\n"
-            f"Return {np.mean(self.returns or [np.nan]):.1f}, mean of the last {len(self.returns)} episodes\n"
-            f"Sparsity of the target {self.latest['sparsity/target']:.3f}, {n_nonzero:,} of {n_weights:,} weights\n"
-            f"Curves: tensorboard --logdir {self.args.runs_dir}"
+            f"Sparsity {self.latest['sparsity/target']:.3f}, {n_nonzero:,} of the target's {n_weights:,} weights left"
         )
+        print(f"Curves: tensorboard --logdir {self.args.runs_dir}")
 
 
 # ---- Training --------------------------------------------------------------------------------------------------------

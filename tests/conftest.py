@@ -1,0 +1,11 @@
+"""Compile each function once for all tests, also for those that start a script as a process of its own."""
+
+import atexit
+import os
+import shutil
+import tempfile
+
+folder = tempfile.mkdtemp()
+atexit.register(shutil.rmtree, folder)
+os.environ["JAX_COMPILATION_CACHE_DIR"] = folder  # read when jax is imported
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.5"
