@@ -69,7 +69,7 @@ class Args:
     epsilon_duration: int = 250_000  # steps over which it falls, linearly
 
 
-# Whole numbers are at least 1 and the others between 0 and 1, but for these. Of a pair, the first must not be smaller.
+# Whole numbers are at least 1, others between 0 and 1, but for these. Of a pair of flags the first is not the smaller.
 LIMITS = {"seed": (0, 2**31 - 1), "horizon": (2, math.inf), "features": (1, math.inf), "max_noise": (0, 1e9)}
 PAIRS = {"n_networks": "tournament_size", "buffer_size": "batch_size", "learning_starts": "batch_size"}
 PAIRS |= {"total_timesteps": "learning_starts", "target_period": "gradient_period"}
@@ -140,19 +140,18 @@ class ReplayMemory:
         rows = size + STACK  # the oldest transition needs the STACK - 1 frames before it, the newest the frame after it
         self.size, self.n_added, self.age = size, 0, 0
         self.frames = np.zeros((rows, *FRAME), np.uint8)  # 7.06 GB for a million; the system hands it out as it fills
-        self.actions = np.zeros(rows, np.int32)
-        self.rewards = np.zeros(rows, np.float32)
-        self.terminals = np.zeros(rows, bool)
-        self.truncations = np.zeros(rows, bool)
+        self.actions, self.rewards = np.zeros(rows, np.int32), np.zeros(rows, np.float32)
+        self.terminals, self.truncations = np.zeros((2, rows), bool)
         self.ages = np.zeros(rows, np.int32)  # steps since the start of the episode
 
-    def add(self, observation, action, reward, terminal, truncated, next_observation) -> None:
+    def add(self, observations, actions, rewards, terminals, truncations, next_observations) -> None:
+        """One step of one environment: every argument has a leading axis of 1."""
         row, next_row = self.n_added % len(self.frames), (self.n_added + 1) % len(self.frames)
-        self.frames[row], self.frames[next_row] = observation[-1], next_observation[-1]
-        self.actions[row], self.rewards[row] = action, np.clip(reward, -1, 1)
-        self.terminals[row], self.truncations[row], self.ages[row] = terminal, truncated, self.age
+        self.frames[row], self.frames[next_row] = observations[0, -1], next_observations[0, -1]
+        self.actions[row], self.rewards[row] = actions[0], np.clip(rewards[0], -1, 1)
+        self.terminals[row], self.truncations[row], self.ages[row] = terminals[0], truncations[0], self.age
         self.n_added += 1
-        self.age = 0 if terminal or truncated else self.age + 1
+        self.age = 0 if terminals[0] or truncations[0] else self.age + 1
 
     def sample(self, rng: np.random.Generator, batch_size: int) -> Batch:
         steps = np.zeros(0, int)
@@ -225,19 +224,16 @@ def sparsity_of(masks) -> float:
     return float(1 - sum(mask.sum() for mask in prunable) / sum(mask.size for mask in prunable))
 
 
-def next_sparsity(
-    sparsity: float, noise: float, step: int, next_step: int, total_steps: int, max_speed: float
-) -> float:
+def next_sparsity(sparsity, noise, step: int, next_step: int, total_steps: int, max_speed: float) -> float:
     """Eq. (3): a random stretch along the line from (step, sparsity) to (total_steps, 1), capped by `max_speed`."""
     steps_left = max(total_steps - step, 1)  # at the last update the line is vertical, and the cap decides
     return sparsity + (1 - sparsity) * min((next_step - step) / steps_left * noise, max_speed)
 
 
 def select_population(rng: np.random.Generator, losses: np.ndarray, tournament_size: int) -> np.ndarray:
-    """Fig. 3, left: slot k of the next population takes network `parents[k]`.
+    """Fig. 3, left: the network that each slot takes. One seat for the lowest loss, the others for tournament winners.
 
-    One seat is for the lowest loss, the others for the winners of tournaments. A network that was selected stays in its
-    slot; what it was selected for beyond that goes to the slots of those that were not. Diverged networks never win.
+    A selected network keeps its slot; its further seats are the slots of networks that were not selected.
     """
     losses = np.asarray(losses)
     finite = np.flatnonzero(np.isfinite(losses))
@@ -319,10 +315,8 @@ def learn(args: Args, network: QNetwork, state: AgentState, batch: Batch) -> tup
     next_values = network.apply(state.target_params, batch.frames[:, 1:]).max(axis=1)  # (batch,)
     targets = batch.rewards + args.gamma * (1 - batch.terminals) * next_values  # l. 8
 
-    loss_and_grad = jax.value_and_grad(td_loss, has_aux=True)
-    (losses, q_values), grads = map_networks(
-        lambda params: loss_and_grad(params, network, batch, targets), state.params
-    )
+    loss = functools.partial(td_loss, network=network, batch=batch, targets=targets)
+    (losses, q_values), grads = map_networks(jax.value_and_grad(loss, has_aux=True), state.params)  # l. 9-10
     updates, opt_state = jax.vmap(make_optimizer(args).update)(grads, state.opt_state)
     params = optax.apply_updates(state.params, updates)
     params = jax.tree.map(jnp.multiply, params, state.masks)  # what was pruned stays pruned
@@ -363,14 +357,9 @@ def prune_copies(args: Args, rng: np.random.Generator, state: AgentState, parent
 
 # ---- Acting ----------------------------------------------------------------------------------------------------------
 @functools.partial(jax.jit, static_argnums=0)
-def greedy_action(network: QNetwork, params, idx: int, observation: np.ndarray) -> jax.Array:
-    return network.apply(network_at(params, idx), observation[None])[0].argmax()
-
-
-def epsilon_greedy(rng: np.random.Generator, epsilon: float, network: QNetwork, params, idx: int, observation) -> int:
-    if rng.random() < epsilon:
-        return int(rng.integers(network.n_actions))
-    return int(greedy_action(network, params, idx, observation))
+def greedy_actions(network: QNetwork, params, idx: int, observations: np.ndarray) -> jax.Array:
+    """Of network `idx` alone: one forward pass, not K."""
+    return network.apply(network_at(params, idx), observations).argmax(axis=1)
 
 
 # ---- Reporting: run folder, TensorBoard, screen ----------------------------------------------------------------------
@@ -395,8 +384,7 @@ class Run:
         self.start = self.shown = time.monotonic()
         self.clock = (0, self.start)  # the step and the time from which SPS counts
         print(f"{header}\nRun folder {self.folder}", flush=True)
-        self.progress = Progress(BarColumn(bar_width=20), "{task.description}")
-        self.progress.disable = not self.progress.console.is_terminal
+        self.progress = Progress(BarColumn(bar_width=20), "{task.description}", disable=not sys.stdout.isatty())
         self.task = self.progress.add_task("", total=args.total_timesteps)
         self.progress.start()
 
@@ -434,28 +422,26 @@ class Run:
     def sps(self) -> float:
         return (self.step - self.clock[0]) / max(time.monotonic() - self.clock[1], 1e-9)
 
-    def mean_return(self) -> str:
-        return f"{np.mean(self.returns):.1f}" if self.returns else "-"
+    def results(self) -> str:
+        mean_return = f"{np.mean(self.returns):.1f}" if self.returns else "-"
+        sparsity, epsilon = self.latest["sparsity/target"], self.latest["charts/epsilon"]
+        return f"return {mean_return} (last {len(self.returns)}), sparsity {sparsity:.3f}, epsilon {epsilon:.3f}"
 
     def show(self) -> None:
         self.shown, seconds_left = time.monotonic(), (self.args.total_timesteps - self.step) / max(self.sps(), 1e-3)
-        progress = f"{self.step:,}/{self.args.total_timesteps:,} steps, {self.sps():,.0f} SPS, "
-        progress += f"{datetime.timedelta(seconds=int(seconds_left))} left"
-        sparsity, epsilon = self.latest["sparsity/target"], self.latest["charts/epsilon"]
-        learning = f"return {self.mean_return()}, sparsity {sparsity:.3f}, epsilon {epsilon:.3f}"
-        self.progress.update(self.task, completed=self.step, description=f"{progress}\n{learning}")
+        time_left = datetime.timedelta(seconds=int(seconds_left))
+        progress = f"{self.step:,}/{self.args.total_timesteps:,} steps, {self.sps():,.0f} SPS, {time_left} left"
+        self.progress.update(self.task, completed=self.step, description=f"{progress}\n{self.results()}")
         if self.progress.disable:
-            print(f"{progress}, {learning}", flush=True)
+            print(f"{progress}, {self.results()}", flush=True)
 
     def summarize(self, params) -> None:
         n_weights, n_nonzero = (sum(int(f(x)) for x in jax.tree.leaves(params)) for f in (jnp.size, jnp.count_nonzero))
         time_taken = datetime.timedelta(seconds=int(time.monotonic() - self.start))
-        print(f"{'Interrupted' if self.signal else 'Finished'} after {self.step:,} steps and {time_taken}")
-        print(f"Return {self.mean_return()}, the mean of the last {len(self.returns)} episodes")
-        print(
-            f"Sparsity {self.latest['sparsity/target']:.3f}, {n_nonzero:,} of the target's {n_weights:,} weights left"
-        )
-        print(f"Curves: tensorboard --logdir {self.args.runs_dir}")
+        ending = "Interrupted" if self.signal else "Finished"
+        print(f"{ending} after {self.step:,} steps and {time_taken}, {self.results()}")
+        print(f"The target network has {n_nonzero:,} non-zero weights of {n_weights:,}")
+        print(f"tensorboard --logdir {self.args.runs_dir}")
 
 
 # ---- Training --------------------------------------------------------------------------------------------------------
@@ -474,15 +460,18 @@ def train(args: Args) -> Path:
     )
     with contextlib.closing(Run(args, header)) as run:
         run.log({"sparsity/target": 0.0, "charts/epsilon": 1.0})
-        observation, metrics = env.reset(seed=args.seed)[0], {}
+        observations, metrics = env.reset(seed=args.seed)[0], {}  # (1, STACK, 84, 84): of one environment
         for step in run.steps():  # l. 2
             behaviour_idx = rng.choice(args.n_networks, p=network_probabilities(state.cumulated_losses))  # l. 3
             epsilon = np.interp(step, (0, args.epsilon_duration), (1, args.epsilon_end))
-            action = epsilon_greedy(rng, epsilon, network, state.params, behaviour_idx, observation[0])  # l. 4
-            next_observation, reward, terminal, truncated, _ = env.step(np.array([action]))
-            memory.add(observation[0], action, reward[0], terminal[0], truncated[0], next_observation[0])  # l. 5
-            observation = next_observation
-            run.log_reward(float(reward[0]), terminal[0] or truncated[0])
+            if rng.random() < epsilon:  # l. 4
+                actions = rng.integers(network.n_actions, size=1)
+            else:
+                actions = np.asarray(greedy_actions(network, state.params, behaviour_idx, observations))
+            next_observations, rewards, terminals, truncations, _ = env.step(actions)
+            memory.add(observations, actions, rewards, terminals, truncations, next_observations)  # l. 5
+            observations = next_observations
+            run.log_reward(rewards[0], terminals[0] or truncations[0])
 
             if step > args.learning_starts and step % args.gradient_period == 0:  # l. 6
                 batch = memory.sample(rng, args.batch_size)  # l. 7

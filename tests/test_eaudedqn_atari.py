@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 from catch import CatchEnv
-from reference import adam, dqn_loss, dqn_targets, finite_difference
+from reference import adam, dqn_loss, dqn_targets, finite_difference, q_values
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import eaudedqn_atari as script
@@ -305,16 +305,11 @@ def test_pruned_weights_never_return_over_generations():
 
 def test_the_behaviour_network_chooses_the_action():
     _, network, state = tiny_agent()
-    observation = np.random.default_rng(0).integers(0, 256, (4, 84, 84), dtype=np.uint8)
-    # One network prefers action 0, another action 2, whatever they see.
-    biases = np.zeros((5, 3), np.float32)
-    biases[[1, 3], [0, 2]] = 1e3
-    state.params["params"]["Dense_1"]["bias"] = biases
-    rng = np.random.default_rng(0)
-    assert {script.epsilon_greedy(rng, 0.0, network, state.params, 1, observation) for _ in range(20)} == {0}
-    assert {script.epsilon_greedy(rng, 0.0, network, state.params, 3, observation) for _ in range(20)} == {2}
-    actions = [script.epsilon_greedy(rng, 0.3, network, state.params, 3, observation) for _ in range(2_000)]
-    np.testing.assert_allclose(np.bincount(actions) / 2_000, [0.1, 0.1, 0.8], atol=0.03)
+    observations = np.random.default_rng(0).integers(0, 256, (1, 4, 84, 84), dtype=np.uint8)
+    actions = [int(script.greedy_actions(network, state.params, k, observations)[0]) for k in range(5)]
+    networks = [script.network_at(jax.device_get(state.params), k) for k in range(5)]
+    assert actions == [q_values(params, observations)[0].argmax() for params in networks]
+    assert len(set(actions)) > 1
 
 
 # ---- Whole runs ----
@@ -377,6 +372,28 @@ def test_gradient_steps_and_target_updates_come_in_their_periods(catch, monkeypa
     assert all((before.cumulated_losses == 0).all() for before in firsts)  # L is reset
     assert max(calls[-1][2].sparsities) > 0
     assert [step for step, _ in curves["losses/cumulated_0"]] == [60, 80, 100]
+
+
+def test_actions_come_from_networks_drawn_by_their_losses_and_from_epsilon(catch, monkeypatch):
+    drawn, acted = [], []
+
+    def losses_to_probabilities(losses):
+        drawn.append(np.array(losses))
+        return np.array([0.0, 1.0, 0.0])  # network 1 always
+
+    def actions_of(network, params, idx, observations):
+        acted.append(idx)
+        return np.array([0])
+
+    monkeypatch.setattr(script, "network_probabilities", losses_to_probabilities)
+    monkeypatch.setattr(script, "greedy_actions", actions_of)
+    script.train(Args(**catch | dict(features=TINY, learning_starts=40, epsilon_duration=500), total_timesteps=1_000))
+    assert set(acted) == {1}
+    assert len(drawn) == 1_000  # a draw at each step
+    assert not np.any(drawn[:40])
+    assert np.all(drawn[-1] > 0)
+    # Epsilon falls from 1 to 0.01 over 500 steps: about 252 of the first 500 actions are greedy, 495 of the others.
+    assert 700 < len(acted) < 790
 
 
 def test_without_noise_all_networks_stay_dense(catch, monkeypatch):
@@ -446,7 +463,7 @@ def test_a_short_run_of_pong_logs_everything(tmp_path):
 
     for text in ("EauDeDQN on Pong", "3 networks of", "Replay memory of 500", str(folder), "1,200/1,200 steps"):
         assert text in result.stdout
-    for text in ("Finished after 1,200 steps", "Return", "Sparsity", f"tensorboard --logdir {tmp_path}"):
+    for text in ("Finished after 1,200 steps", "return -", "non-zero weights of", f"tensorboard --logdir {tmp_path}"):
         assert text in result.stdout
 
 

@@ -48,7 +48,7 @@ def test_samples_are_exactly_the_transitions_of_a_memory_of_stacks(size):
     rng = np.random.default_rng(0)
     checks = 0
     for n_added, transition in enumerate(play(150, seed=size), 1):
-        memory.add(*transition)
+        memory.add(*[np.array([x]) for x in transition])
         reference.add(*transition)
         valid = {action: rest for rest in reference.transitions if not rest[4] for action in [rest[1]]}
         if not valid or (size > 7 and n_added % 10):
@@ -69,7 +69,7 @@ def test_samples_are_exactly_the_transitions_of_a_memory_of_stacks(size):
 def test_sampling_is_uniform():
     memory = ReplayMemory(5)
     for transition in play(30, seed=1):
-        memory.add(*transition)
+        memory.add(*[np.array([x]) for x in transition])
     valid = ~memory.truncations[(memory.n_added - 1 - np.arange(5)) % len(memory.frames)]
     actions = memory.sample(np.random.default_rng(0), 20_000).actions
     np.testing.assert_allclose(np.unique(actions, return_counts=True)[1], 20_000 / valid.sum(), rtol=0.05)
