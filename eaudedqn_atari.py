@@ -7,7 +7,8 @@
 # ///
 """EauDeDQN on Atari: Q-networks of growing sparsity share one target, and the best of them becomes the next target.
 
-Algorithm 1 of Vincent et al., "Eau De Q-Network: Adaptive Distillation of Neural Networks in Deep RL", 2025.
+Algorithm 1 of Vincent et al., "Eau De Q-Network: Adaptive Distillation of Neural Networks in Deep Reinforcement
+Learning", 2025.
 
     python eaudedqn_atari.py --env-id Pong
     tensorboard --logdir runs
@@ -69,10 +70,11 @@ class Args:
     epsilon_duration: int = 250_000  # steps over which it falls, linearly
 
 
-# Whole numbers are at least 1, others between 0 and 1, but for these. Of a pair of flags the first is not the smaller.
-LIMITS = {"seed": (0, 2**31 - 1), "horizon": (2, math.inf), "features": (1, math.inf), "max_noise": (0, 1e9)}
+# Whole numbers are at least 1, others between 0 and 1, but for these limits. In a pair the first is not the smaller one.
+LIMITS = {"seed": (0, 2**31 - 1), "horizon": (2, 2**29 - 1), "features": (1, math.inf), "buffer_size": (2, math.inf)}
+LIMITS["max_noise"] = (0, 1e9)
 PAIRS = {"n_networks": "tournament_size", "buffer_size": "batch_size", "learning_starts": "batch_size"}
-PAIRS |= {"total_timesteps": "learning_starts", "target_period": "gradient_period"}
+PAIRS["total_timesteps"] = "learning_starts"
 
 
 def fail(message: str) -> NoReturn:
@@ -157,7 +159,7 @@ class ReplayMemory:
         steps = np.zeros(0, int)
         while len(steps) < batch_size:
             drawn = rng.integers(max(0, self.n_added - self.size), self.n_added, batch_size - len(steps))
-            # DIFFERS: a transition that ends in a truncation is not sampled: the frame that follows it is not kept.
+            # DIFFERS: a transition cut by the horizon is not sampled, as the reset has replaced the frame that follows.
             steps = np.append(steps, drawn[~self.truncations[drawn % len(self.frames)]])
         offsets = np.arange(1 - STACK, 2)
         rows = (steps[:, None] + offsets) % len(self.frames)  # (batch, STACK + 1)
@@ -175,7 +177,7 @@ class QNetwork(nn.Module):
     def __call__(self, observations: jax.Array) -> jax.Array:
         init = nn.initializers.xavier_uniform()
         x = jnp.moveaxis(observations, 1, -1) / 255.0  # (batch, 84, 84, STACK)
-        for features, kernel, stride in zip(self.features, (8, 4, 3), (4, 2, 1)):
+        for features, kernel, stride in zip(self.features[:3], (8, 4, 3), (4, 2, 1)):
             x = nn.relu(nn.Conv(features, (kernel, kernel), stride, kernel_init=init)(x))  # 84 -> 21 -> 11 -> 11
         x = x.reshape(len(x), -1)  # (batch, 121 * features[2])
         x = nn.relu(nn.Dense(self.features[3], kernel_init=init)(x))
@@ -190,12 +192,9 @@ def tensor_densities(shapes: list[tuple], sparsity: float, distribution: str) ->
     # Erdos-Renyi-Kernel: density in proportion to sum(shape) / prod(shape), at most 1, and `sparsity` in total.
     sizes, sums = np.array([math.prod(shape) for shape in shapes]), np.array([sum(shape) for shape in shapes])
     dense = np.zeros(len(shapes), bool)
-    while not dense.all():
-        scale = ((1.0 - sparsity) * sizes.sum() - sizes[dense].sum()) / sums[~dense].sum()
-        too_dense = ~dense & (scale * sums > sizes)
-        if not too_dense.any():
-            break
-        dense |= too_dense
+    for _ in shapes:
+        scale = ((1.0 - sparsity) * sizes.sum() - sizes[dense].sum()) / max(sums[~dense].sum(), 1)
+        dense |= scale * sums > sizes
     return np.where(dense, 1.0, scale * sums / sizes)
 
 
@@ -248,8 +247,7 @@ def select_population(rng: np.random.Generator, losses: np.ndarray, tournament_s
 
 
 def network_probabilities(losses: np.ndarray) -> np.ndarray:
-    """Fig. 3, right: in proportion to 1 / L_k. Networks without loss share everything, diverged ones get nothing."""
-    losses = np.asarray(losses, np.float64)
+    """Fig. 3, right: in proportion to 1 / L_k. If some losses are 0, those share all; diverged networks get nothing."""
     losses = np.where(np.isfinite(losses), losses, np.inf)
     lowest = losses.min()
     weights = losses == lowest if lowest in (0, np.inf) else lowest / losses
@@ -317,11 +315,11 @@ def learn(args: Args, network: QNetwork, state: AgentState, batch: Batch) -> tup
 
     loss = functools.partial(td_loss, network=network, batch=batch, targets=targets)
     (losses, q_values), grads = map_networks(jax.value_and_grad(loss, has_aux=True), state.params)  # l. 9-10
-    updates, opt_state = jax.vmap(make_optimizer(args).update)(grads, state.opt_state)
+    updates, opt_state = jax.vmap(make_optimizer(args).update)(grads, state.opt_state)  # l. 11
     params = optax.apply_updates(state.params, updates)
     params = jax.tree.map(jnp.multiply, params, state.masks)  # what was pruned stays pruned
 
-    cumulated_losses = state.cumulated_losses + jnp.where(jnp.isfinite(losses), losses, jnp.inf)  # l. 11
+    cumulated_losses = state.cumulated_losses + jnp.where(jnp.isfinite(losses), losses, jnp.inf)
     state = state._replace(params=params, opt_state=opt_state, cumulated_losses=cumulated_losses)
     return state, {"losses/td_loss": losses.mean(), "losses/q_values": q_values.mean()}
 
@@ -344,15 +342,13 @@ def copy_networks(state: AgentState, parents: np.ndarray, masks, sparsities: np.
 
 def prune_copies(args: Args, rng: np.random.Generator, state: AgentState, parents: np.ndarray, step: int) -> AgentState:
     """Alg. 1, l. 15: the duplicated networks are pruned to a sparsity drawn by Eq. (3), all others stay as they are."""
-    params, old_masks = jax.device_get((state.params, state.masks))  # numpy ranks the weights faster than XLA's sort
-    sparsities, masks = np.array(state.sparsities)[parents], []
-    for k, parent in enumerate(parents):
-        masks.append(network_at(old_masks, k))
-        if parent != k:
-            noise, next_step = rng.uniform(0, args.max_noise), step + args.target_period
-            sparsities[k] = next_sparsity(sparsities[k], noise, step, next_step, args.total_timesteps, args.max_speed)
-            masks[k] = magnitude_masks(network_at(params, parent), sparsities[k], args.sparsity_distribution)
-    return copy_networks(state, parents, jax.tree.map(lambda *x: np.stack(x), *masks), sparsities)
+    params, masks = jax.device_get((state.params, state.masks))  # on a CPU, numpy's partition is faster than XLA's sort
+    sparsities, masks = np.array(state.sparsities, float)[parents], [network_at(masks, k) for k in parents]
+    for k in np.flatnonzero(parents != np.arange(args.n_networks)):
+        noise, next_step = rng.uniform(0, args.max_noise), step + args.target_period
+        sparsities[k] = next_sparsity(sparsities[k], noise, step, next_step, args.total_timesteps, args.max_speed)
+        masks[k] = magnitude_masks(network_at(params, parents[k]), sparsities[k], args.sparsity_distribution)
+    return copy_networks(state, parents, jax.tree.map(lambda *x: np.stack(x), *masks), sparsities.astype(np.float32))
 
 
 # ---- Acting ----------------------------------------------------------------------------------------------------------
@@ -377,19 +373,19 @@ class Run:
     """A run as a person sees it: its folder, its TensorBoard curves and its progress on the screen."""
 
     def __init__(self, args: Args, header: str):
-        self.args, self.folder, self.step, self.signal = args, make_run_folder(args), 0, None
+        self.args, self.folder, self.step, self.stop_signal = args, make_run_folder(args), 0, None
         self.old_handler = signal.signal(signal.SIGINT, self.interrupt)
         self.writer, self.latest = Writer(str(self.folder)), {}
         self.returns, self.rewards = collections.deque(maxlen=100), []  # of the last episodes, of the current one
         self.start = self.shown = time.monotonic()
-        self.clock = (0, self.start)  # the step and the time from which SPS counts
+        self.clock = None  # the step and the time from which SPS counts
         print(f"{header}\nRun folder {self.folder}", flush=True)
         self.progress = Progress(BarColumn(bar_width=20), "{task.description}", disable=not sys.stdout.isatty())
         self.task = self.progress.add_task("", total=args.total_timesteps)
         self.progress.start()
 
     def interrupt(self, signum: int, _) -> None:
-        self.signal = signum  # the run ends after its current step
+        self.stop_signal = signum  # the run ends after its current step
         signal.signal(signum, self.old_handler)  # a second Ctrl-C ends it at once
 
     def close(self) -> None:
@@ -398,17 +394,17 @@ class Run:
         signal.signal(signal.SIGINT, self.old_handler)
 
     def steps(self):
-        while self.step < self.args.total_timesteps and not self.signal:
+        while self.step < self.args.total_timesteps and not self.stop_signal:
             self.step += 1
             yield self.step
-            if time.monotonic() - self.shown > (30 if self.progress.disable else 0.5):
+            if time.monotonic() - self.shown > (30 if self.progress.disable else 0.5):  # seconds
                 self.show()
         self.show()
 
     def log(self, scalars: dict) -> None:
         """A number gives one curve, a vector gives `tag_0`, `tag_1`, ..."""
-        self.latest |= scalars
         for tag, value in scalars.items():
+            self.latest[tag] = np.array(value)  # a copy: the next update reuses the memory of the state
             for k, x in enumerate(np.ravel(value)):
                 self.writer.add_scalar(f"{tag}_{k}" if np.ndim(value) else tag, x, self.step)
 
@@ -420,7 +416,8 @@ class Run:
             self.rewards = []
 
     def sps(self) -> float:
-        return (self.step - self.clock[0]) / max(time.monotonic() - self.clock[1], 1e-9)
+        first_step, start = self.clock or (0, self.start)
+        return (self.step - first_step) / max(time.monotonic() - start, 1e-9)
 
     def results(self) -> str:
         mean_return = f"{np.mean(self.returns):.1f}" if self.returns else "-"
@@ -436,9 +433,10 @@ class Run:
             print(f"{progress}, {self.results()}", flush=True)
 
     def summarize(self, params) -> None:
-        n_weights, n_nonzero = (sum(int(f(x)) for x in jax.tree.leaves(params)) for f in (jnp.size, jnp.count_nonzero))
+        n_weights = sum(x.size for x in jax.tree.leaves(params))
+        n_nonzero = sum(int(jnp.count_nonzero(x)) for x in jax.tree.leaves(params))
         time_taken = datetime.timedelta(seconds=int(time.monotonic() - self.start))
-        ending = "Interrupted" if self.signal else "Finished"
+        ending = "Interrupted" if self.stop_signal else "Finished"
         print(f"{ending} after {self.step:,} steps and {time_taken}, {self.results()}")
         print(f"The target network has {n_nonzero:,} non-zero weights of {n_weights:,}")
         print(f"tensorboard --logdir {self.args.runs_dir}")
@@ -460,7 +458,7 @@ def train(args: Args) -> Path:
     )
     with contextlib.closing(Run(args, header)) as run:
         run.log({"sparsity/target": 0.0, "charts/epsilon": 1.0})
-        observations, metrics = env.reset(seed=args.seed)[0], {}  # (1, STACK, 84, 84): of one environment
+        observations, metrics = env.reset(seed=args.seed)[0], {}  # observations: (1, STACK, 84, 84), one environment
         for step in run.steps():  # l. 2
             behaviour_idx = rng.choice(args.n_networks, p=network_probabilities(state.cumulated_losses))  # l. 3
             epsilon = np.interp(step, (0, args.epsilon_duration), (1, args.epsilon_end))
@@ -478,11 +476,10 @@ def train(args: Args) -> Path:
                 state, metrics = learn(args, network, state, batch)  # l. 8-11
                 if not np.isfinite(state.cumulated_losses).any():
                     fail(f"all networks have diverged at step {step}; try a lower --learning-rate")
-                if step <= args.learning_starts + args.gradient_period:
-                    run.clock = (step, time.monotonic())  # the first update compiles: SPS counts from here
+                run.clock = run.clock or (step, time.monotonic())  # SPS counts from the first update, which compiles
 
-            # DIFFERS: no target update before learning starts, when all cumulated losses are still 0.
-            if step > args.learning_starts and step % args.target_period == 0:  # l. 12
+            # DIFFERS: no target update before the first gradient step, when all cumulated losses are 0.
+            if step % args.target_period == 0 and state.cumulated_losses.any():  # l. 12
                 state = update_target(state)  # l. 13
                 run.log({"sparsity/target": state.sparsities[state.target_idx], "sparsity/network": state.sparsities})
                 run.log({"losses/cumulated": state.cumulated_losses})
@@ -493,8 +490,8 @@ def train(args: Args) -> Path:
             if step % LOG_PERIOD == 0:
                 run.log({"charts/SPS": run.sps(), "charts/epsilon": epsilon, **metrics})
     run.summarize(state.target_params)
-    if run.signal:
-        sys.exit(128 + run.signal)
+    if run.stop_signal:
+        sys.exit(128 + run.stop_signal)
     return run.folder
 
 

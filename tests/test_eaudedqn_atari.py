@@ -336,21 +336,23 @@ def test_the_tiny_game_is_learned_while_sparsity_grows(catch):
 
 
 def record_calls(monkeypatch, names):
-    """Run the real functions, and keep (name, state before, state after) of each call."""
-    calls = []
+    """Run the real functions, and keep (name, step, state before, state after) of each call."""
+    calls, memories = [], []
 
     def recorder(name, function):
         def call(*inputs):
             state = next(x for x in inputs if isinstance(x, script.AgentState))
             before = jax.device_get(state)
             result = function(*inputs)
-            calls.append((name, before, jax.device_get(result[0] if name == "learn" else result)))
+            calls.append((name, memories[-1].n_added, before, jax.device_get(result[0] if name == "learn" else result)))
             return result
 
         return call
 
     for name in names:
         monkeypatch.setattr(script, name, recorder(name, getattr(script, name)))
+    memory = script.ReplayMemory
+    monkeypatch.setattr(script, "ReplayMemory", lambda size: memories.append(memory(size)) or memories[-1])
     return calls
 
 
@@ -358,9 +360,14 @@ def test_gradient_steps_and_target_updates_come_in_their_periods(catch, monkeypa
     calls = record_calls(monkeypatch, ["learn", "update_target", "prune_copies"])
     catch |= dict(features=TINY, learning_starts=40, target_period=20, gradient_period=4)
     curves = scalars(script.train(Args(**catch, total_timesteps=100)))
-    update = ["update_target", "prune_copies"]
-    assert [name for name, *_ in calls] == (["learn"] * 5 + update) * 3  # steps 44, 48, ..., 60 and 60, 80, 100
-    for name, before, after in calls:
+    expected = []
+    for step in range(41, 101):
+        expected += [("learn", step)] if step % 4 == 0 else []
+        expected += [("update_target", step), ("prune_copies", step)] if step % 20 == 0 else []
+    assert [(name, step) for name, step, *_ in calls] == expected
+    for name, step, before, after in calls:
+        if name == "learn" and step % 20 == 4:
+            assert not before.cumulated_losses.any()  # L was reset
         if name == "update_target":
             best = before.cumulated_losses.argmin()
             assert before.cumulated_losses.min() > 0
@@ -368,10 +375,17 @@ def test_gradient_steps_and_target_updates_come_in_their_periods(catch, monkeypa
             assert_trees_equal(after.target_params, script.network_at(before.params, best))
         if name == "prune_copies":
             assert after.sparsities[before.target_idx] == before.sparsities[before.target_idx]
-    firsts = [before for i, (name, before, _) in enumerate(calls) if name == "learn" and i % 7 == 0]
-    assert all((before.cumulated_losses == 0).all() for before in firsts)  # L is reset
-    assert max(calls[-1][2].sparsities) > 0
+            assert dict(curves["sparsity/target"])[step] == before.sparsities[before.target_idx]
+    assert max(calls[-1][3].sparsities) > 0
     assert [step for step, _ in curves["losses/cumulated_0"]] == [60, 80, 100]
+
+
+def test_no_target_update_before_the_first_gradient_step(catch, monkeypatch):
+    calls = record_calls(monkeypatch, ["learn", "update_target"])
+    catch |= dict(features=TINY, learning_starts=41, target_period=6, gradient_period=4)
+    script.train(Args(**catch, total_timesteps=54))  # step 42 passes, step 44 is the first to learn
+    expected = [("learn", 44), ("learn", 48), ("update_target", 48), ("learn", 52), ("update_target", 54)]
+    assert [(name, step) for name, step, *_ in calls] == expected
 
 
 def test_actions_come_from_networks_drawn_by_their_losses_and_from_epsilon(catch, monkeypatch):
@@ -490,7 +504,6 @@ def test_ctrl_c_ends_the_run_cleanly(tmp_path):
         (dict(env_id="CartPole-v1"), "unknown Atari game 'CartPole-v1'"),
         (dict(target_period=0), "--target-period must be at least 1, not 0"),
         (dict(gradient_period=0), "--gradient-period must be at least 1, not 0"),
-        (dict(target_period=3), "--target-period 3 is smaller than --gradient-period 4"),
         (dict(tournament_size=6), "--n-networks 5 is smaller than --tournament-size 6"),
         (dict(buffer_size=31), "--buffer-size 31 is smaller than --batch-size 32"),
         (dict(learning_starts=31), "--learning-starts 31 is smaller than --batch-size 32"),
@@ -500,7 +513,7 @@ def test_ctrl_c_ends_the_run_cleanly(tmp_path):
         (dict(gamma=float("nan")), "--gamma must be at least 0 and at most 1, not nan"),
         (dict(max_noise=-1.0), "--max-noise must be at least 0"),
         (dict(seed=-1), "--seed must be at least 0"),
-        (dict(horizon=1), "--horizon must be at least 2, not 1"),
+        (dict(horizon=1), "--horizon must be at least 2 and at most 536870911, not 1"),
         (dict(runs_dir=Path("/dev/null/runs")), "cannot write the run folder /dev/null/runs/Pong__"),
     ],
 )
