@@ -58,7 +58,7 @@ class Args:
     max_noise: float = 3.0  # a pruning's size is scaled by a random number from 0 to this; 0 never prunes [U_max]
     max_speed: float = 0.01  # largest share of the remaining weights that one pruning removes [S_max]
     sparsity_distribution: Literal["uniform", "erk"] = "uniform"  # same sparsity in all tensors, or Erdos-Renyi-Kernel
-    target_period: int = 8_000  # steps between two target updates, each with its tournament [T]
+    target_period: int = 8_000  # steps between two target updates [T]
     gradient_period: int = 4  # steps between two gradient steps [G]
     learning_starts: int = 20_000  # steps played before the first gradient step
     buffer_size: int = 1_000_000  # transitions in the replay memory, first in, first out [D]
@@ -70,7 +70,7 @@ class Args:
     epsilon_duration: int = 250_000  # steps over which it falls, linearly
 
 
-# Whole numbers are at least 1, others between 0 and 1, but for these limits. In a pair the first is not the smaller one.
+# Whole numbers are at least 1, others between 0 and 1, but for these limits. In a pair the first is not the smaller.
 LIMITS = {"seed": (0, 2**31 - 1), "horizon": (2, 2**29 - 1), "features": (1, math.inf), "buffer_size": (2, math.inf)}
 LIMITS["max_noise"] = (0, 1e9)
 PAIRS = {"n_networks": "tournament_size", "buffer_size": "batch_size", "learning_starts": "batch_size"}
@@ -184,7 +184,7 @@ class QNetwork(nn.Module):
         return nn.Dense(self.n_actions, kernel_init=init)(x)  # (batch, n_actions)
 
 
-# ---- Pruning: masks, sparsity, tournament ----------------------------------------------------------------------------
+# ---- Pruning ---------------------------------------------------------------------------------------------------------
 def tensor_densities(shapes: list[tuple], sparsity: float, distribution: str) -> np.ndarray:
     """Share of its weights that each tensor keeps."""
     if distribution == "uniform":
@@ -248,7 +248,7 @@ def select_population(rng: np.random.Generator, losses: np.ndarray, tournament_s
 
 def network_probabilities(losses: np.ndarray) -> np.ndarray:
     """Fig. 3, right: in proportion to 1 / L_k. If some losses are 0, those share all; diverged networks get nothing."""
-    losses = np.where(np.isfinite(losses), losses, np.inf)
+    losses = np.where(np.isfinite(losses), losses, np.inf).astype(float)
     lowest = losses.min()
     weights = losses == lowest if lowest in (0, np.inf) else lowest / losses
     return weights / weights.sum()

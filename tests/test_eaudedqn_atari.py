@@ -12,20 +12,11 @@ import jax
 import numpy as np
 import pytest
 from catch import CatchEnv
+from common import TINY, assert_trees_equal, random_batch, record_calls, run_script, scalars
 from reference import adam, dqn_loss, dqn_targets, finite_difference, q_values
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import eaudedqn_atari as script
-from eaudedqn_atari import Args, Batch, QNetwork
-
-ROOT = Path(script.__file__).parent
-TINY = (2, 3, 3, 4)
-
-
-def random_batch(rng, size=6, n_actions=3):
-    frames = rng.integers(0, 256, (size, 5, 84, 84), dtype=np.uint8)
-    rewards = rng.choice([-1, 0, 1], size).astype(np.float32)
-    return Batch(frames, rng.integers(0, n_actions, size).astype(np.int32), rewards, np.arange(size) % 3 == 1)
+from eaudedqn_atari import Args, QNetwork
 
 
 def tiny_agent(seed=0, **flags):
@@ -38,19 +29,6 @@ def tiny_agent(seed=0, **flags):
     masks = jax.tree.map(lambda *x: np.stack(x), *masks)
     params = jax.tree.map(np.multiply, state.params, masks)
     return args, network, jax.device_put(state._replace(params=params, masks=masks, sparsities=sparsities))
-
-
-def scalars(folder):
-    """{tag: [(step, value), ...]} of a run's TensorBoard events."""
-    events = EventAccumulator(str(folder), size_guidance={"tensors": 0}).Reload()
-    return {
-        tag: [(event.step, event.tensor_proto.float_val[0]) for event in events.Tensors(tag)]
-        for tag in events.Tags()["tensors"]
-    }
-
-
-def assert_trees_equal(left, right):
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(left), jax.device_get(right))
 
 
 # ---- Settings and environment ----
@@ -335,29 +313,8 @@ def test_the_tiny_game_is_learned_while_sparsity_grows(catch):
     assert max(values[-1][1] for tag, values in curves.items() if tag.startswith("sparsity/network")) <= 1
 
 
-def record_calls(monkeypatch, names):
-    """Run the real functions, and keep (name, step, state before, state after) of each call."""
-    calls, memories = [], []
-
-    def recorder(name, function):
-        def call(*inputs):
-            state = next(x for x in inputs if isinstance(x, script.AgentState))
-            before = jax.device_get(state)
-            result = function(*inputs)
-            calls.append((name, memories[-1].n_added, before, jax.device_get(result[0] if name == "learn" else result)))
-            return result
-
-        return call
-
-    for name in names:
-        monkeypatch.setattr(script, name, recorder(name, getattr(script, name)))
-    memory = script.ReplayMemory
-    monkeypatch.setattr(script, "ReplayMemory", lambda size: memories.append(memory(size)) or memories[-1])
-    return calls
-
-
 def test_gradient_steps_and_target_updates_come_in_their_periods(catch, monkeypatch):
-    calls = record_calls(monkeypatch, ["learn", "update_target", "prune_copies"])
+    calls = record_calls(script, monkeypatch, ["learn", "update_target", "prune_copies"])
     catch |= dict(features=TINY, learning_starts=40, target_period=20, gradient_period=4)
     curves = scalars(script.train(Args(**catch, total_timesteps=100)))
     expected = []
@@ -381,7 +338,7 @@ def test_gradient_steps_and_target_updates_come_in_their_periods(catch, monkeypa
 
 
 def test_no_target_update_before_the_first_gradient_step(catch, monkeypatch):
-    calls = record_calls(monkeypatch, ["learn", "update_target"])
+    calls = record_calls(script, monkeypatch, ["learn", "update_target"])
     catch |= dict(features=TINY, learning_starts=41, target_period=6, gradient_period=4)
     script.train(Args(**catch, total_timesteps=54))  # step 42 passes, step 44 is the first to learn
     expected = [("learn", 44), ("learn", 48), ("update_target", 48), ("learn", 52), ("update_target", 54)]
@@ -411,7 +368,7 @@ def test_actions_come_from_networks_drawn_by_their_losses_and_from_epsilon(catch
 
 
 def test_without_noise_all_networks_stay_dense(catch, monkeypatch):
-    calls = record_calls(monkeypatch, ["prune_copies"])
+    calls = record_calls(script, monkeypatch, ["prune_copies"])
     catch |= dict(features=TINY, learning_starts=40, target_period=20)
     script.train(Args(**catch, total_timesteps=200, max_noise=0.0))
     assert len(calls) == 8
@@ -451,13 +408,8 @@ PONG = "--env-id Pong --total-timesteps 1200 --learning-starts 200 --target-peri
 PONG += " --features 4 4 4 8 --n-networks 3 --max-speed 0.1"
 
 
-def run_script(flags, folder):
-    command = [sys.executable, ROOT / "eaudedqn_atari.py", *flags.split(), "--runs-dir", folder]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
 def test_a_short_run_of_pong_logs_everything(tmp_path):
-    result = run_script(PONG, tmp_path)
+    result = run_script(script, PONG, tmp_path)
     assert (result.returncode, result.stderr) == (0, "")  # no warnings
     (folder,) = tmp_path.iterdir()
     assert folder.name.startswith("Pong__eaudedqn_atari__1__")
@@ -483,7 +435,7 @@ def test_a_short_run_of_pong_logs_everything(tmp_path):
 
 def test_ctrl_c_ends_the_run_cleanly(tmp_path):
     flags = PONG.replace("1200", "100_000").split()
-    command = [sys.executable, ROOT / "eaudedqn_atari.py", *flags, "--runs-dir", tmp_path]
+    command = [sys.executable, script.__file__, *flags, "--runs-dir", tmp_path]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
             if line.startswith("Run folder"):
@@ -531,7 +483,7 @@ def test_wrong_input_gets_one_message_and_leaves_nothing(flags, message, tmp_pat
 
 @pytest.mark.parametrize("flags", ["--env-id Pongg", "--features 8 8", "--n-networks many", "--no-such-flag 1"])
 def test_wrong_input_at_the_command_line_shows_no_traceback(flags, tmp_path):
-    result = run_script(flags, tmp_path)
+    result = run_script(script, flags, tmp_path)
     assert result.returncode == 2
     assert "Traceback" not in result.stderr + result.stdout
     assert result.stderr

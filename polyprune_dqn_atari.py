@@ -1,0 +1,434 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "ale-py>=0.12", "flax>=0.12", "gymnasium>=1.2", "jax>=0.10", "numpy>=2", "optax>=0.2.5", "rich>=14",
+#     "tensorboard>=2.20", "tyro>=1.0",
+# ]
+# ///
+"""PolyPruneDQN on Atari: DQN whose network is pruned on a hand-made schedule. Also dense DQN and DistillDQN.
+
+The rival in Vincent et al., "Eau De Q-Network: Adaptive Distillation of Neural Networks in Deep Reinforcement
+Learning", 2025, after Obando-Ceron et al., 2024. "l. 4" is a line of its Algorithm 1 that DQN has too.
+
+    python polyprune_dqn_atari.py --env-id Pong
+    tensorboard --logdir runs
+"""
+
+import collections
+import contextlib
+import dataclasses
+import datetime
+import difflib
+import functools
+import json
+import math
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Literal, NamedTuple, NoReturn
+
+import ale_py
+import flax.linen as nn
+import gymnasium
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from rich.progress import BarColumn, Progress
+from tensorboard.summary import Writer
+
+FRAME, STACK = (84, 84), 4  # pixels of a frame, frames of an observation
+LOG_PERIOD = 1_000  # steps between two points of the curves that have a value at every step
+
+
+# ---- Arguments: the defaults are the paper's -------------------------------------------------------------------------
+@dataclasses.dataclass(frozen=True)
+class Args:
+    env_id: str = "Pong"  # Atari game: Pong, SpaceInvaders, MsPacman, ...; ALE/Pong-v5 works too
+    seed: int = 1  # seed of everything that is random
+    total_timesteps: int = 10_000_000  # environment steps, of 4 frames each [t_final]
+    runs_dir: Path = Path("runs")  # folder in which the run gets a folder of its own
+    horizon: int = 27_000  # steps after which an episode is cut [H]
+    features: tuple[int, int, int, int] = (32, 64, 64, 512)  # channels of the 3 convolutions, width of the hidden layer
+    final_sparsity: float = 0.95  # sparsity at the end of the schedule; 0 is dense DQN [s_F]
+    pruning_power: int = 3  # steepness of the schedule, which is fastest at its start [n]
+    pruning_start: float = 0.2  # share of the run after which pruning starts [t_start]
+    pruning_end: float = 0.8  # share of the run after which the sparsity stays [t_end]
+    pruning_period: int = 4_000  # steps between two prunings; equal to --target-period it is DistillDQN [P]
+    sparsity_distribution: Literal["uniform", "erk"] = "uniform"  # same sparsity in all tensors, or Erdos-Renyi-Kernel
+    target_period: int = 8_000  # steps between two target updates [T]
+    gradient_period: int = 4  # steps between two gradient steps [G]
+    learning_starts: int = 20_000  # steps played before the first gradient step
+    buffer_size: int = 1_000_000  # transitions in the replay memory, first in, first out [D]
+    batch_size: int = 32  # transitions in a gradient step [B]
+    gamma: float = 0.99  # discount factor [gamma]
+    learning_rate: float = 6.25e-5  # step size of Adam
+    adam_epsilon: float = 1.5e-4  # epsilon of Adam
+    epsilon_end: float = 0.01  # share of random actions after it has fallen from 1 [epsilon]
+    epsilon_duration: int = 250_000  # steps over which it falls, linearly
+
+
+# Whole numbers are at least 1, others between 0 and 1, but for these limits. In a pair the first is not the smaller.
+LIMITS = {"seed": (0, 2**31 - 1), "horizon": (2, 2**29 - 1), "features": (1, math.inf), "buffer_size": (2, math.inf)}
+LIMITS["final_sparsity"] = (0, 0.9999)
+PAIRS = {"pruning_end": "pruning_start", "buffer_size": "batch_size", "learning_starts": "batch_size"}
+PAIRS["total_timesteps"] = "learning_starts"
+
+
+def fail(message: str) -> NoReturn:
+    """A mistake of the person at the keyboard: one message, exit code 2, no traceback."""
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def check_args(args: Args) -> None:
+    for field in dataclasses.fields(args):
+        flag, value = "--" + field.name.replace("_", "-"), getattr(args, field.name)
+        limits = LIMITS.get(field.name, {int: (1, math.inf), float: (0, 1)}.get(field.type))
+        if limits and not all(limits[0] <= x <= limits[1] for x in np.ravel(value)):
+            at_most = "" if limits[1] == math.inf else f" and at most {limits[1]}"
+            fail(f"{flag} must be at least {limits[0]}{at_most}, not {value}")
+        if field.name in PAIRS and value < getattr(args, other := PAIRS[field.name]):
+            fail(f"{flag} {value} is smaller than --{other.replace('_', '-')} {getattr(args, other)}")
+
+
+# ---- Environment -----------------------------------------------------------------------------------------------------
+def game_name(env_id: str) -> str:
+    """The game as people write it: `ALE/MsPacman-v5`, `mspacman` and `ms_pacman` are all `MsPacman`."""
+    known = {spec.name.lower(): spec.name for spec in gymnasium.registry.values() if spec.namespace == "ALE"}
+    wanted = re.sub(r"^ale/|(noframeskip)?-v\d+$|_", "", env_id.lower())
+    if wanted not in known:
+        closest = [known[name] for name in difflib.get_close_matches(wanted, known, n=3, cutoff=0)]
+        fail(f"unknown Atari game {env_id!r}; the closest names are {', '.join(closest)}")
+    return known[wanted]
+
+
+def make_env(env_id: str, n_envs: int, horizon: int) -> ale_py.AtariVectorEnv:
+    """The protocol of Machado et al. (2018), as in the paper's appendix. Several defaults of ale-py differ."""
+    return ale_py.AtariVectorEnv(
+        gymnasium.spec(f"ALE/{game_name(env_id)}-v5").kwargs["game"],
+        num_envs=n_envs,
+        max_num_frames_per_episode=4 * horizon,
+        repeat_action_probability=0.25,  # sticky actions
+        full_action_space=False,
+        autoreset_mode="SameStep",  # the step that ends an episode returns the first observation of the next one
+        img_height=FRAME[0],
+        img_width=FRAME[1],
+        grayscale=True,
+        stack_num=STACK,  # zeros before the first frame of an episode
+        frameskip=4,
+        maxpool=True,  # over the last two frames
+        noop_max=0,
+        episodic_life=False,  # game over, not the loss of a life, ends an episode
+        reward_clipping=False,  # the replay memory clips; returns are the game's score
+        use_fire_reset=False,
+    )
+
+
+# ---- Replay memory ---------------------------------------------------------------------------------------------------
+class Batch(NamedTuple):
+    frames: np.ndarray  # (batch, STACK + 1, 84, 84) uint8: [:, :-1] is the observation, [:, 1:] the next one
+    actions: np.ndarray  # (batch,) int32
+    rewards: np.ndarray  # (batch,) float32
+    terminals: np.ndarray  # (batch,) bool
+
+
+class ReplayMemory:
+    """The last `size` transitions, first in, first out. Each frame is kept once: stacks are rebuilt when sampled."""
+
+    def __init__(self, size: int):
+        rows = size + STACK  # the oldest transition needs the STACK - 1 frames before it, the newest the frame after it
+        self.size, self.n_added, self.age = size, 0, 0
+        self.frames = np.zeros((rows, *FRAME), np.uint8)  # 7.06 GB for a million; the system hands it out as it fills
+        self.actions, self.rewards = np.zeros(rows, np.int32), np.zeros(rows, np.float32)
+        self.terminals, self.truncations = np.zeros((2, rows), bool)
+        self.ages = np.zeros(rows, np.int32)  # steps since the start of the episode
+
+    def add(self, observations, actions, rewards, terminals, truncations, next_observations) -> None:
+        """One step of one environment: every argument has a leading axis of 1."""
+        row, next_row = self.n_added % len(self.frames), (self.n_added + 1) % len(self.frames)
+        self.frames[row], self.frames[next_row] = observations[0, -1], next_observations[0, -1]
+        self.actions[row], self.rewards[row] = actions[0], np.clip(rewards[0], -1, 1)
+        self.terminals[row], self.truncations[row], self.ages[row] = terminals[0], truncations[0], self.age
+        self.n_added += 1
+        self.age = 0 if terminals[0] or truncations[0] else self.age + 1
+
+    def sample(self, rng: np.random.Generator, batch_size: int) -> Batch:
+        steps = np.zeros(0, int)
+        while len(steps) < batch_size:
+            drawn = rng.integers(max(0, self.n_added - self.size), self.n_added, batch_size - len(steps))
+            # DIFFERS: a transition cut by the horizon is not sampled, as the reset has replaced the frame that follows.
+            steps = np.append(steps, drawn[~self.truncations[drawn % len(self.frames)]])
+        offsets = np.arange(1 - STACK, 2)
+        rows = (steps[:, None] + offsets) % len(self.frames)  # (batch, STACK + 1)
+        frames, row = self.frames[rows], steps % len(self.frames)
+        frames[-offsets > self.ages[row, None]] = 0  # frames of the episode before
+        return Batch(frames, self.actions[row], self.rewards[row], self.terminals[row])
+
+
+# ---- Network ---------------------------------------------------------------------------------------------------------
+class QNetwork(nn.Module):
+    features: tuple[int, ...]
+    n_actions: int
+
+    @nn.compact
+    def __call__(self, observations: jax.Array) -> jax.Array:
+        init = nn.initializers.xavier_uniform()
+        x = jnp.moveaxis(observations, 1, -1) / 255.0  # (batch, 84, 84, STACK)
+        for features, kernel, stride in zip(self.features[:3], (8, 4, 3), (4, 2, 1)):
+            x = nn.relu(nn.Conv(features, (kernel, kernel), stride, kernel_init=init)(x))  # 84 -> 21 -> 11 -> 11
+        x = x.reshape(len(x), -1)  # (batch, 121 * features[2])
+        x = nn.relu(nn.Dense(self.features[3], kernel_init=init)(x))
+        return nn.Dense(self.n_actions, kernel_init=init)(x)  # (batch, n_actions)
+
+
+# ---- Pruning ---------------------------------------------------------------------------------------------------------
+def tensor_densities(shapes: list[tuple], sparsity: float, distribution: str) -> np.ndarray:
+    """Share of its weights that each tensor keeps."""
+    if distribution == "uniform":
+        return np.full(len(shapes), 1.0 - sparsity)
+    # Erdos-Renyi-Kernel: density in proportion to sum(shape) / prod(shape), at most 1, and `sparsity` in total.
+    sizes, sums = np.array([math.prod(shape) for shape in shapes]), np.array([sum(shape) for shape in shapes])
+    dense = np.zeros(len(shapes), bool)
+    for _ in shapes:
+        scale = ((1.0 - sparsity) * sizes.sum() - sizes[dense].sum()) / max(sums[~dense].sum(), 1)
+        dense |= scale * sums > sizes
+    return np.where(dense, 1.0, scale * sums / sizes)
+
+
+def magnitude_mask(weights: np.ndarray, density: float) -> np.ndarray:
+    """Keep the largest magnitudes, at least one; of equal ones those that come first."""
+    n_kept = max(1, round(weights.size * density))
+    magnitudes = np.abs(weights).ravel()
+    threshold = np.partition(magnitudes, -n_kept)[-n_kept]
+    mask = magnitudes > threshold
+    mask[np.flatnonzero(magnitudes == threshold)[: n_kept - mask.sum()]] = True
+    return mask.reshape(weights.shape)
+
+
+def magnitude_masks(params, sparsity: float, distribution: str):
+    """Masks of one network: True is kept. Only tensors with more than one axis are pruned, biases never."""
+    leaves, structure = jax.tree.flatten(params)
+    shapes = [leaf.shape for leaf in leaves if leaf.ndim > 1]
+    densities = iter(tensor_densities(shapes, sparsity, distribution))
+    masks = [magnitude_mask(np.asarray(x), next(densities)) if x.ndim > 1 else np.ones(x.shape, bool) for x in leaves]
+    return jax.tree.unflatten(structure, masks)
+
+
+def sparsity_of(masks) -> float:
+    """Share of zeros among the weights of one network that can be pruned."""
+    prunable = [np.asarray(mask) for mask in jax.tree.leaves(masks) if mask.ndim > 1]
+    return float(1 - sum(mask.sum() for mask in prunable) / sum(mask.size for mask in prunable))
+
+
+def polynomial_sparsity(
+    step: int, total_steps: int, final_sparsity: float, start: float, end: float, power: float
+) -> float:
+    """Eq. (2): from 0 at `start` to `final_sparsity` at `end`, both shares of `total_steps`."""
+    progress = (step - start * total_steps) / ((end - start) * total_steps or 1)
+    return final_sparsity * (1 - (1 - min(max(progress, 0.0), 1.0)) ** power)
+
+
+# ---- Agent state -----------------------------------------------------------------------------------------------------
+class AgentState(NamedTuple):
+    """All that learning changes."""
+
+    params: dict  # (...), pruned weights are exactly 0 [theta]
+    target_params: dict  # (...) [theta-bar]
+    opt_state: optax.OptState  # (...)
+    masks: dict  # (...) bool, False where a weight is pruned
+    sparsity: float  # of params [s_t]
+
+
+def make_optimizer(args: Args) -> optax.GradientTransformation:
+    return optax.adam(args.learning_rate, eps=args.adam_epsilon)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def init_agent(args: Args, network: QNetwork, key: jax.Array) -> AgentState:
+    params = network.init(key, np.zeros((1, STACK, *FRAME), np.uint8))
+    return AgentState(
+        params=params,
+        target_params=jax.tree.map(jnp.copy, params),
+        opt_state=make_optimizer(args).init(params),
+        masks=jax.tree.map(lambda x: jnp.ones(x.shape, bool), params),
+        sparsity=0.0,
+    )
+
+
+# ---- Learning --------------------------------------------------------------------------------------------------------
+def td_loss(params, network: QNetwork, batch: Batch, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    q_values = network.apply(params, batch.frames[:, :-1])  # (batch, n_actions)
+    q_values = jnp.take_along_axis(q_values, batch.actions[:, None], axis=1)[:, 0]  # (batch,)
+    # DIFFERS: the mean over the batch; Algorithm 1 writes the sum.
+    return jnp.mean((targets - q_values) ** 2), jnp.mean(q_values)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def learn(args: Args, network: QNetwork, state: AgentState, batch: Batch) -> tuple[AgentState, dict]:
+    """Alg. 1, l. 8-11 for a single network: one gradient step of DQN, under the mask."""
+    next_values = network.apply(state.target_params, batch.frames[:, 1:]).max(axis=1)  # (batch,)
+    targets = batch.rewards + args.gamma * (1 - batch.terminals) * next_values  # l. 8
+
+    loss = functools.partial(td_loss, network=network, batch=batch, targets=targets)
+    (loss, q_value), grads = jax.value_and_grad(loss, has_aux=True)(state.params)  # l. 10
+    updates, opt_state = make_optimizer(args).update(grads, state.opt_state)  # l. 11
+    params = optax.apply_updates(state.params, updates)
+    params = jax.tree.map(jnp.multiply, params, state.masks)  # what was pruned stays pruned
+
+    return state._replace(params=params, opt_state=opt_state), {"losses/td_loss": loss, "losses/q_values": q_value}
+
+
+def prune(args: Args, state: AgentState, step: int) -> AgentState:
+    """The mask for the sparsity of Eq. (2). The optimizer goes on as it is."""
+    schedule = args.final_sparsity, args.pruning_start, args.pruning_end, args.pruning_power
+    sparsity = polynomial_sparsity(step, args.total_timesteps, *schedule)
+    masks = magnitude_masks(jax.device_get(state.params), sparsity, args.sparsity_distribution)
+    return state._replace(params=jax.tree.map(jnp.multiply, state.params, masks), masks=masks, sparsity=sparsity)
+
+
+# ---- Acting ----------------------------------------------------------------------------------------------------------
+@functools.partial(jax.jit, static_argnums=0)
+def greedy_actions(network: QNetwork, params, observations: np.ndarray) -> jax.Array:
+    return network.apply(params, observations).argmax(axis=1)
+
+
+# ---- Reporting: run folder, TensorBoard, screen ----------------------------------------------------------------------
+def make_run_folder(args: Args) -> Path:
+    folder = args.runs_dir / f"{game_name(args.env_id)}__{Path(__file__).stem}__{args.seed}__{time.time():.3f}"
+    try:
+        folder.mkdir(parents=True)
+        (folder / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=2, default=str))
+    except OSError as error:
+        fail(f"cannot write the run folder {folder}: {error.strerror}; choose another --runs-dir")
+    return folder
+
+
+class Run:
+    """A run as a person sees it: its folder, its TensorBoard curves and its progress on the screen."""
+
+    def __init__(self, args: Args, header: str):
+        self.args, self.folder, self.step, self.stop_signal = args, make_run_folder(args), 0, None
+        self.old_handler = signal.signal(signal.SIGINT, self.interrupt)
+        self.writer, self.latest = Writer(str(self.folder)), {}
+        self.returns, self.rewards = collections.deque(maxlen=100), []  # of the last episodes, of the current one
+        self.start = self.shown = time.monotonic()
+        self.clock = None  # the step and the time from which SPS counts
+        print(f"{header}\nRun folder {self.folder}", flush=True)
+        self.progress = Progress(BarColumn(bar_width=20), "{task.description}", disable=not sys.stdout.isatty())
+        self.task = self.progress.add_task("", total=args.total_timesteps)
+        self.progress.start()
+
+    def interrupt(self, signum: int, _) -> None:
+        self.stop_signal = signum  # the run ends after its current step
+        signal.signal(signum, self.old_handler)  # a second Ctrl-C ends it at once
+
+    def close(self) -> None:
+        self.progress.stop()
+        self.writer.close()
+        signal.signal(signal.SIGINT, self.old_handler)
+
+    def steps(self):
+        while self.step < self.args.total_timesteps and not self.stop_signal:
+            self.step += 1
+            yield self.step
+            if time.monotonic() - self.shown > (30 if self.progress.disable else 0.5):  # seconds
+                self.show()
+        self.show()
+
+    def log(self, scalars: dict) -> None:
+        """A number gives one curve, a vector gives `tag_0`, `tag_1`, ..."""
+        for tag, value in scalars.items():
+            self.latest[tag] = np.array(value)  # a copy: the next update reuses the memory of the state
+            for k, x in enumerate(np.ravel(value)):
+                self.writer.add_scalar(f"{tag}_{k}" if np.ndim(value) else tag, x, self.step)
+
+    def log_reward(self, reward: float, done: bool) -> None:
+        self.rewards.append(reward)
+        if done:
+            self.returns.append(sum(self.rewards))
+            self.log({"charts/episodic_return": self.returns[-1], "charts/episodic_length": len(self.rewards)})
+            self.rewards = []
+
+    def sps(self) -> float:
+        first_step, start = self.clock or (0, self.start)
+        return (self.step - first_step) / max(time.monotonic() - start, 1e-9)
+
+    def results(self) -> str:
+        mean_return = f"{np.mean(self.returns):.1f}" if self.returns else "-"
+        sparsity, epsilon = self.latest["sparsity/target"], self.latest["charts/epsilon"]
+        return f"return {mean_return} (last {len(self.returns)}), sparsity {sparsity:.3f}, epsilon {epsilon:.3f}"
+
+    def show(self) -> None:
+        self.shown, seconds_left = time.monotonic(), (self.args.total_timesteps - self.step) / max(self.sps(), 1e-3)
+        time_left = datetime.timedelta(seconds=int(seconds_left))
+        progress = f"{self.step:,}/{self.args.total_timesteps:,} steps, {self.sps():,.0f} SPS, {time_left} left"
+        self.progress.update(self.task, completed=self.step, description=f"{progress}\n{self.results()}")
+        if self.progress.disable:
+            print(f"{progress}, {self.results()}", flush=True)
+
+    def summarize(self, params) -> None:
+        n_weights = sum(x.size for x in jax.tree.leaves(params))
+        n_nonzero = sum(int(jnp.count_nonzero(x)) for x in jax.tree.leaves(params))
+        time_taken = datetime.timedelta(seconds=int(time.monotonic() - self.start))
+        ending = "Interrupted" if self.stop_signal else "Finished"
+        print(f"{ending} after {self.step:,} steps and {time_taken}, {self.results()}")
+        print(f"The target network has {n_nonzero:,} non-zero weights of {n_weights:,}")
+        print(f"tensorboard --logdir {self.args.runs_dir}")
+
+
+# ---- Training --------------------------------------------------------------------------------------------------------
+def train(args: Args) -> Path:
+    check_args(args)
+    rng = np.random.default_rng(args.seed)
+    env = make_env(args.env_id, n_envs=1, horizon=args.horizon)
+    network = QNetwork(args.features, int(env.single_action_space.n))
+    state = init_agent(args, network, jax.random.key(args.seed))  # Alg. 1, l. 1
+    memory = ReplayMemory(args.buffer_size)
+    n_weights = sum(x.size for x in jax.tree.leaves(state.target_params))
+    header = (
+        f"PolyPruneDQN on {game_name(args.env_id)}, seed {args.seed}, on the {jax.default_backend().upper()}\n"
+        f"1 network of {n_weights:,} parameters, features {' '.join(map(str, args.features))}\n"
+        f"Replay memory of {args.buffer_size:,} transitions, {memory.frames.nbytes / 1e9:.2f} GB when full"
+    )
+    with contextlib.closing(Run(args, header)) as run:
+        run.log({"sparsity/target": 0.0, "charts/epsilon": 1.0})
+        observations, metrics = env.reset(seed=args.seed)[0], {}  # observations: (1, STACK, 84, 84), one environment
+        for step in run.steps():  # l. 2
+            epsilon = np.interp(step, (0, args.epsilon_duration), (1, args.epsilon_end))
+            if rng.random() < epsilon:  # l. 4
+                actions = rng.integers(network.n_actions, size=1)
+            else:
+                actions = np.asarray(greedy_actions(network, state.params, observations))
+            next_observations, rewards, terminals, truncations, _ = env.step(actions)
+            memory.add(observations, actions, rewards, terminals, truncations, next_observations)  # l. 5
+            observations = next_observations
+            run.log_reward(rewards[0], terminals[0] or truncations[0])
+
+            if step > args.learning_starts and step % args.gradient_period == 0:  # l. 6
+                batch = memory.sample(rng, args.batch_size)  # l. 7
+                state, metrics = learn(args, network, state, batch)  # l. 8-11
+                if not np.isfinite(metrics["losses/td_loss"]):
+                    fail(f"the network has diverged at step {step}; try a lower --learning-rate")
+                run.clock = run.clock or (step, time.monotonic())  # SPS counts from the first update, which compiles
+
+            if step % args.target_period == 0:  # l. 12
+                state = state._replace(target_params=jax.tree.map(jnp.copy, state.params))  # l. 13
+                run.log({"sparsity/target": state.sparsity})
+            if step % args.pruning_period == 0:  # after the target update: in DistillDQN the target is not yet pruned
+                state = prune(args, state, step)
+                run.log({"sparsity/network": state.sparsity})
+
+            if step % LOG_PERIOD == 0:
+                run.log({"charts/SPS": run.sps(), "charts/epsilon": epsilon, **metrics})
+    run.summarize(state.target_params)
+    if run.stop_signal:
+        sys.exit(128 + run.stop_signal)
+    return run.folder
+
+
+if __name__ == "__main__":
+    train(tyro.cli(Args, description=__doc__))

@@ -1,0 +1,58 @@
+"""What the tests of several scripts share."""
+
+import subprocess
+import sys
+
+import jax
+import numpy as np
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from eaudedqn_atari import Batch
+
+TINY = (2, 3, 3, 4)  # features of a network that is quick to compile and to run
+
+
+def random_batch(rng, size=6, n_actions=3):
+    frames = rng.integers(0, 256, (size, 5, 84, 84), dtype=np.uint8)
+    rewards = rng.choice([-1, 0, 1], size).astype(np.float32)
+    return Batch(frames, rng.integers(0, n_actions, size).astype(np.int32), rewards, np.arange(size) % 3 == 1)
+
+
+def scalars(folder):
+    """{tag: [(step, value), ...]} of a run's TensorBoard events."""
+    events = EventAccumulator(str(folder), size_guidance={"tensors": 0}).Reload()
+    return {
+        tag: [(event.step, event.tensor_proto.float_val[0]) for event in events.Tensors(tag)]
+        for tag in events.Tags()["tensors"]
+    }
+
+
+def assert_trees_equal(left, right):
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(left), jax.device_get(right))
+
+
+def record_calls(script, monkeypatch, names):
+    """Run the real functions, and keep (name, step, state before, state after) of each call."""
+    calls, memories = [], []
+
+    def recorder(name, function):
+        def call(*inputs):
+            state = next(x for x in inputs if isinstance(x, script.AgentState))
+            before = jax.device_get(state)
+            result = function(*inputs)
+            calls.append((name, memories[-1].n_added, before, jax.device_get(result[0] if name == "learn" else result)))
+            return result
+
+        return call
+
+    for name in names:
+        monkeypatch.setattr(script, name, recorder(name, getattr(script, name)))
+    memory = script.ReplayMemory
+    monkeypatch.setattr(script, "ReplayMemory", lambda size: memories.append(memory(size)) or memories[-1])
+    return calls
+
+
+def run_script(script, flags, folder):
+    """Start a script as a person does, from the command line."""
+    command = [sys.executable, script.__file__, *flags.split(), "--runs-dir", folder]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
