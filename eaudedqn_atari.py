@@ -49,7 +49,7 @@ LOG_PERIOD = 1_000  # steps between two points of the curves that have a value a
 class Args:
     env_id: str = "Pong"  # Atari game: Pong, SpaceInvaders, MsPacman, ...; ALE/Pong-v5 works too
     seed: int = 1  # seed of everything that is random
-    total_timesteps: int = 10_000_000  # environment steps, of 4 frames each [t_final]
+    total_timesteps: int = 10_000_000  # steps of the run: in the environment online, of the gradient offline [t_final]
     runs_dir: Path = Path("runs")  # folder in which the run gets a folder of its own
     horizon: int = 27_000  # steps after which an episode is cut [H]
     features: tuple[int, int, int, int] = (32, 64, 64, 512)  # channels of the 3 convolutions, width of the hidden layer
@@ -353,7 +353,7 @@ def prune_copies(args: Args, rng: np.random.Generator, state: AgentState, parent
 
 # ---- Acting ----------------------------------------------------------------------------------------------------------
 @functools.partial(jax.jit, static_argnums=0)
-def greedy_actions(network: QNetwork, params, idx: int, observations: np.ndarray) -> jax.Array:
+def behaviour_actions(network: QNetwork, params, idx: int, observations: np.ndarray) -> jax.Array:
     """Of network `idx` alone: one forward pass, not K."""
     return network.apply(network_at(params, idx), observations).argmax(axis=1)
 
@@ -393,9 +393,9 @@ class Run:
         self.writer.close()
         signal.signal(signal.SIGINT, self.old_handler)
 
-    def steps(self):
+    def steps(self, stride: int = 1):
         while self.step < self.args.total_timesteps and not self.stop_signal:
-            self.step += 1
+            self.step += stride
             yield self.step
             if time.monotonic() - self.shown > (30 if self.progress.disable else 0.5):  # seconds
                 self.show()
@@ -419,26 +419,25 @@ class Run:
         first_step, start = self.clock or (0, self.start)
         return (self.step - first_step) / max(time.monotonic() - start, 1e-9)
 
-    def results(self) -> str:
-        mean_return = f"{np.mean(self.returns):.1f}" if self.returns else "-"
-        sparsity, epsilon = self.latest["sparsity/target"], self.latest["charts/epsilon"]
-        return f"return {mean_return} (last {len(self.returns)}), sparsity {sparsity:.3f}, epsilon {epsilon:.3f}"
-
     def show(self) -> None:
         self.shown, seconds_left = time.monotonic(), (self.args.total_timesteps - self.step) / max(self.sps(), 1e-3)
         time_left = datetime.timedelta(seconds=int(seconds_left))
-        progress = f"{self.step:,}/{self.args.total_timesteps:,} steps, {self.sps():,.0f} SPS, {time_left} left"
-        self.progress.update(self.task, completed=self.step, description=f"{progress}\n{self.results()}")
+        status = f"{self.step:,}/{self.args.total_timesteps:,} steps, {self.sps():,.0f} SPS, {time_left} left\n"
+        status += f"return {np.mean(self.returns):.1f}" if self.returns else "return -"
+        for name, tag in (("sparsity", "sparsity/target"), ("epsilon", "charts/epsilon")):
+            status += f", {name} {self.latest[tag]:.3f}" if tag in self.latest else ""
+        self.progress.update(self.task, completed=self.step, description=status)
         if self.progress.disable:
-            print(f"{progress}, {self.results()}", flush=True)
+            print(status.replace("\n", ", "), flush=True)
 
     def summarize(self, params) -> None:
         n_weights = sum(x.size for x in jax.tree.leaves(params))
         n_nonzero = sum(int(jnp.count_nonzero(x)) for x in jax.tree.leaves(params))
         time_taken = datetime.timedelta(seconds=int(time.monotonic() - self.start))
-        ending = "Interrupted" if self.stop_signal else "Finished"
-        print(f"{ending} after {self.step:,} steps and {time_taken}, {self.results()}")
-        print(f"The target network has {n_nonzero:,} non-zero weights of {n_weights:,}")
+        print(f"{'Interrupted' if self.stop_signal else 'Finished'} after {self.step:,} steps and {time_taken}")
+        print(
+            f"Target network: {n_nonzero:,} non-zero weights of {n_weights:,}; return of {len(self.returns)} episodes"
+        )
         print(f"tensorboard --logdir {self.args.runs_dir}")
 
 
@@ -465,7 +464,7 @@ def train(args: Args) -> Path:
             if rng.random() < epsilon:  # l. 4
                 actions = rng.integers(network.n_actions, size=1)
             else:
-                actions = np.asarray(greedy_actions(network, state.params, behaviour_idx, observations))
+                actions = np.asarray(behaviour_actions(network, state.params, behaviour_idx, observations))
             next_observations, rewards, terminals, truncations, _ = env.step(actions)
             memory.add(observations, actions, rewards, terminals, truncations, next_observations)  # l. 5
             observations = next_observations

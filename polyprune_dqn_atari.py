@@ -20,6 +20,7 @@ import dataclasses
 import datetime
 import difflib
 import functools
+import gzip
 import json
 import math
 import re
@@ -49,15 +50,15 @@ LOG_PERIOD = 1_000  # steps between two points of the curves that have a value a
 class Args:
     env_id: str = "Pong"  # Atari game: Pong, SpaceInvaders, MsPacman, ...; ALE/Pong-v5 works too
     seed: int = 1  # seed of everything that is random
-    total_timesteps: int = 10_000_000  # environment steps, of 4 frames each [t_final]
+    total_timesteps: int = 10_000_000  # steps of the run: in the environment online, of the gradient offline [t_final]
     runs_dir: Path = Path("runs")  # folder in which the run gets a folder of its own
     horizon: int = 27_000  # steps after which an episode is cut [H]
     features: tuple[int, int, int, int] = (32, 64, 64, 512)  # channels of the 3 convolutions, width of the hidden layer
-    final_sparsity: float = 0.95  # sparsity at the end of the schedule; 0 is dense DQN [s_F]
+    final_sparsity: float = 0.95  # sparsity at the end of the schedule; 0 never prunes [s_F]
     pruning_power: int = 3  # steepness of the schedule, which is fastest at its start [n]
     pruning_start: float = 0.2  # share of the run after which pruning starts [t_start]
     pruning_end: float = 0.8  # share of the run after which the sparsity stays [t_end]
-    pruning_period: int = 4_000  # steps between two prunings; equal to --target-period it is DistillDQN [P]
+    pruning_period: int = 4_000  # steps between two prunings; equal to --target-period it is DistillQN [P]
     sparsity_distribution: Literal["uniform", "erk"] = "uniform"  # same sparsity in all tensors, or Erdos-Renyi-Kernel
     target_period: int = 8_000  # steps between two target updates [T]
     gradient_period: int = 4  # steps between two gradient steps [G]
@@ -69,11 +70,13 @@ class Args:
     adam_epsilon: float = 1.5e-4  # epsilon of Adam
     epsilon_end: float = 0.01  # share of random actions after it has fallen from 1 [epsilon]
     epsilon_duration: int = 250_000  # steps over which it falls, linearly
+    record_dir: Path | None = None  # folder for a recording of all that is played, for the offline scripts
+    record_rows: int = 50_000  # rows of a recorded file, each a frame with its action, reward and terminal
 
 
 # Whole numbers are at least 1, others between 0 and 1, but for these limits. In a pair the first is not the smaller.
 LIMITS = {"seed": (0, 2**31 - 1), "horizon": (2, 2**29 - 1), "features": (1, math.inf), "buffer_size": (2, math.inf)}
-LIMITS["final_sparsity"] = (0, 0.9999)
+LIMITS |= {"final_sparsity": (0, 0.9999), "record_rows": (STACK + 1, math.inf)}
 PAIRS = {"pruning_end": "pruning_start", "buffer_size": "batch_size", "learning_starts": "batch_size"}
 PAIRS["total_timesteps"] = "learning_starts"
 
@@ -167,6 +170,37 @@ class ReplayMemory:
         frames, row = self.frames[rows], steps % len(self.frames)
         frames[-offsets > self.ages[row, None]] = 0  # frames of the episode before
         return Batch(frames, self.actions[row], self.rewards[row], self.terminals[row])
+
+
+REPLAY_MEMBERS = {"observation": np.uint8, "action": np.int32, "reward": np.float32, "terminal": np.uint8}
+
+
+class Recorder:
+    """Writes what is played as files of the DQN Replay data set (Agarwal et al., 2020)."""
+
+    def __init__(self, folder: Path, n_rows: int):
+        self.folder, self.n_rows, self.n_files, self.rows, self.episode_starts = folder, n_rows, 0, [], True
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            fail(f"cannot write the recording {folder}: {error.strerror}; choose another --record-dir")
+        if any(folder.iterdir()):
+            fail(f"--record-dir {folder} is not empty")
+
+    def add(self, observations, actions, rewards, terminals, truncations) -> None:
+        if self.episode_starts:
+            self.rows += [(np.zeros(FRAME, np.uint8), 0, 0.0, 0)] * (STACK - 1)
+        self.rows.append((observations[0, -1].copy(), actions[0], np.clip(rewards[0], -1, 1), terminals[0]))
+        self.episode_starts = terminals[0] or truncations[0]
+        # The format has no sign for a truncation, but the last row of a file is never sampled.
+        if truncations[0] or len(self.rows) >= self.n_rows:
+            self.write()
+
+    def write(self) -> None:
+        for (name, dtype), values in zip(REPLAY_MEMBERS.items(), zip(*self.rows)):
+            with gzip.open(self.folder / f"$store$_{name}_ckpt.{self.n_files}.gz", "wb", compresslevel=1) as file:
+                np.save(file, np.array(values, dtype))
+        self.n_files, self.rows = self.n_files + 1, []
 
 
 # ---- Network ---------------------------------------------------------------------------------------------------------
@@ -331,9 +365,9 @@ class Run:
         self.writer.close()
         signal.signal(signal.SIGINT, self.old_handler)
 
-    def steps(self):
+    def steps(self, stride: int = 1):
         while self.step < self.args.total_timesteps and not self.stop_signal:
-            self.step += 1
+            self.step += stride
             yield self.step
             if time.monotonic() - self.shown > (30 if self.progress.disable else 0.5):  # seconds
                 self.show()
@@ -357,26 +391,25 @@ class Run:
         first_step, start = self.clock or (0, self.start)
         return (self.step - first_step) / max(time.monotonic() - start, 1e-9)
 
-    def results(self) -> str:
-        mean_return = f"{np.mean(self.returns):.1f}" if self.returns else "-"
-        sparsity, epsilon = self.latest["sparsity/target"], self.latest["charts/epsilon"]
-        return f"return {mean_return} (last {len(self.returns)}), sparsity {sparsity:.3f}, epsilon {epsilon:.3f}"
-
     def show(self) -> None:
         self.shown, seconds_left = time.monotonic(), (self.args.total_timesteps - self.step) / max(self.sps(), 1e-3)
         time_left = datetime.timedelta(seconds=int(seconds_left))
-        progress = f"{self.step:,}/{self.args.total_timesteps:,} steps, {self.sps():,.0f} SPS, {time_left} left"
-        self.progress.update(self.task, completed=self.step, description=f"{progress}\n{self.results()}")
+        status = f"{self.step:,}/{self.args.total_timesteps:,} steps, {self.sps():,.0f} SPS, {time_left} left\n"
+        status += f"return {np.mean(self.returns):.1f}" if self.returns else "return -"
+        for name, tag in (("sparsity", "sparsity/target"), ("epsilon", "charts/epsilon")):
+            status += f", {name} {self.latest[tag]:.3f}" if tag in self.latest else ""
+        self.progress.update(self.task, completed=self.step, description=status)
         if self.progress.disable:
-            print(f"{progress}, {self.results()}", flush=True)
+            print(status.replace("\n", ", "), flush=True)
 
     def summarize(self, params) -> None:
         n_weights = sum(x.size for x in jax.tree.leaves(params))
         n_nonzero = sum(int(jnp.count_nonzero(x)) for x in jax.tree.leaves(params))
         time_taken = datetime.timedelta(seconds=int(time.monotonic() - self.start))
-        ending = "Interrupted" if self.stop_signal else "Finished"
-        print(f"{ending} after {self.step:,} steps and {time_taken}, {self.results()}")
-        print(f"The target network has {n_nonzero:,} non-zero weights of {n_weights:,}")
+        print(f"{'Interrupted' if self.stop_signal else 'Finished'} after {self.step:,} steps and {time_taken}")
+        print(
+            f"Target network: {n_nonzero:,} non-zero weights of {n_weights:,}; return of {len(self.returns)} episodes"
+        )
         print(f"tensorboard --logdir {self.args.runs_dir}")
 
 
@@ -388,6 +421,7 @@ def train(args: Args) -> Path:
     network = QNetwork(args.features, int(env.single_action_space.n))
     state = init_agent(args, network, jax.random.key(args.seed))  # Alg. 1, l. 1
     memory = ReplayMemory(args.buffer_size)
+    recorder = Recorder(args.record_dir, args.record_rows) if args.record_dir else None
     n_weights = sum(x.size for x in jax.tree.leaves(state.target_params))
     header = (
         f"PolyPruneDQN on {game_name(args.env_id)}, seed {args.seed}, on the {jax.default_backend().upper()}\n"
@@ -405,6 +439,8 @@ def train(args: Args) -> Path:
                 actions = np.asarray(greedy_actions(network, state.params, observations))
             next_observations, rewards, terminals, truncations, _ = env.step(actions)
             memory.add(observations, actions, rewards, terminals, truncations, next_observations)  # l. 5
+            if recorder:
+                recorder.add(observations, actions, rewards, terminals, truncations)
             observations = next_observations
             run.log_reward(rewards[0], terminals[0] or truncations[0])
 
@@ -424,6 +460,8 @@ def train(args: Args) -> Path:
 
             if step % LOG_PERIOD == 0:
                 run.log({"charts/SPS": run.sps(), "charts/epsilon": epsilon, **metrics})
+    if recorder and len(recorder.rows) > STACK:  # fewer rows hold no transition
+        recorder.write()
     run.summarize(state.target_params)
     if run.stop_signal:
         sys.exit(128 + run.stop_signal)

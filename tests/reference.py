@@ -37,6 +37,12 @@ def dqn_loss(params, batch, targets):
     return np.mean((targets - values) ** 2)
 
 
+def cql_loss(params, batch, targets, alpha):
+    values = q_values(params, batch.frames[:, :-1])
+    chosen = values[np.arange(len(targets)), batch.actions]
+    return np.mean((targets - chosen) ** 2) + alpha * np.mean(np.log(np.exp(values).sum(1)) - chosen)
+
+
 def finite_difference(loss, params, layer, name, index, delta=1e-5):
     """d loss / d params[layer][name][index]."""
     values = []

@@ -102,7 +102,7 @@ def test_episodes_follow_the_protocol():
 
 def test_loss_of_a_life_does_not_end_an_episode():
     env = script.make_env("Breakout", 1, 27_000)
-    env.reset(seed=0)
+    assert env.reset(seed=0)[1]["episode_frame_number"] == 0  # nobody pressed fire
     lives, done = [], False
     while not done:
         _, _, terminal, truncated, info = env.step(np.array([1]))
@@ -284,7 +284,7 @@ def test_pruned_weights_never_return_over_generations():
 def test_the_behaviour_network_chooses_the_action():
     _, network, state = tiny_agent()
     observations = np.random.default_rng(0).integers(0, 256, (1, 4, 84, 84), dtype=np.uint8)
-    actions = [int(script.greedy_actions(network, state.params, k, observations)[0]) for k in range(5)]
+    actions = [int(script.behaviour_actions(network, state.params, k, observations)[0]) for k in range(5)]
     networks = [script.network_at(jax.device_get(state.params), k) for k in range(5)]
     assert actions == [q_values(params, observations)[0].argmax() for params in networks]
     assert len(set(actions)) > 1
@@ -357,7 +357,7 @@ def test_actions_come_from_networks_drawn_by_their_losses_and_from_epsilon(catch
         return np.array([0])
 
     monkeypatch.setattr(script, "network_probabilities", losses_to_probabilities)
-    monkeypatch.setattr(script, "greedy_actions", actions_of)
+    monkeypatch.setattr(script, "behaviour_actions", actions_of)
     script.train(Args(**catch | dict(features=TINY, learning_starts=40, epsilon_duration=500), total_timesteps=1_000))
     assert set(acted) == {1}
     assert len(drawn) == 1_000  # a draw at each step

@@ -20,7 +20,7 @@ SCRIPTS = sorted(path for path in ROOT.glob("*.py") if re.match("eaude|polyprune
 README = (ROOT / "README.md").read_text()
 
 # Names that stand for different things in different scripts; all others have the same text wherever they appear.
-MAY_DIFFER = {"Args", "LIMITS", "PAIRS", "AgentState", "init_agent", "learn", "greedy_actions", "train"}
+MAY_DIFFER = {"Args", "LIMITS", "PAIRS", "AgentState", "init_agent", "learn", "train"}
 
 SECTIONS = ["Arguments", "Environment", "Replay", "Network", "Pruning", "Agent"]
 SECTIONS += ["Learning", "Acting", "Reporting", "Training"]

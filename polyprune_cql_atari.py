@@ -1,0 +1,502 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "ale-py>=0.12", "flax>=0.12", "gymnasium>=1.2", "jax>=0.10", "numpy>=2", "optax>=0.2.5", "rich>=14",
+#     "tensorboard>=2.20", "tyro>=1.0",
+# ]
+# ///
+"""PolyPruneCQL on Atari, offline: CQL whose network is pruned on a hand-made schedule. Also dense CQL and DistillCQL.
+
+The rival in Vincent et al., "Eau De Q-Network: Adaptive Distillation of Neural Networks in Deep Reinforcement
+Learning", 2025, after Obando-Ceron et al., 2024. "l. 8" is a line of its Algorithm 1; here a step is a gradient step.
+
+    python polyprune_cql_atari.py --env-id Pong --dataset-dir data/Pong
+    tensorboard --logdir runs
+"""
+
+import collections
+import contextlib
+import dataclasses
+import datetime
+import difflib
+import functools
+import gzip
+import itertools
+import json
+import math
+import re
+import signal
+import sys
+import time
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Literal, NamedTuple, NoReturn
+
+import ale_py
+import flax.linen as nn
+import gymnasium
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from rich.progress import BarColumn, Progress
+from tensorboard.summary import Writer
+
+FRAME, STACK = (84, 84), 4  # pixels of a frame, frames of an observation
+LOG_PERIOD = 1_000  # steps between two points of the curves that have a value at every step
+
+
+# ---- Arguments: the defaults are the paper's -------------------------------------------------------------------------
+@dataclasses.dataclass(frozen=True)
+class Args:
+    env_id: str = "Pong"  # Atari game: Pong, SpaceInvaders, MsPacman, ...; ALE/Pong-v5 works too
+    seed: int = 1  # seed of everything that is random
+    total_timesteps: int = 3_125_000  # steps of the run: in the environment online, of the gradient offline [t_final]
+    runs_dir: Path = Path("runs")  # folder in which the run gets a folder of its own
+    horizon: int = 27_000  # steps after which an episode is cut [H]
+    features: tuple[int, int, int, int] = (32, 64, 64, 512)  # channels of the 3 convolutions, width of the hidden layer
+    final_sparsity: float = 0.95  # sparsity at the end of the schedule; 0 never prunes [s_F]
+    pruning_power: int = 3  # steepness of the schedule, which is fastest at its start [n]
+    pruning_start: float = 0.2  # share of the run after which pruning starts [t_start]
+    pruning_end: float = 0.8  # share of the run after which the sparsity stays [t_end]
+    pruning_period: int = 1_000  # steps between two prunings; equal to --target-period it is DistillQN [P]
+    sparsity_distribution: Literal["uniform", "erk"] = "uniform"  # same sparsity in all tensors, or Erdos-Renyi-Kernel
+    target_period: int = 2_000  # steps between two target updates [T]
+    batch_size: int = 32  # transitions in a gradient step [B]
+    gamma: float = 0.99  # discount factor [gamma]
+    learning_rate: float = 5e-5  # step size of Adam
+    adam_epsilon: float = 3.125e-4  # epsilon of Adam
+    cql_alpha: float = 0.1  # weight of the conservative term beside the squared error; 0 is plain offline DQN
+    dataset_dir: Path | None = None  # folder of the $store$_*_ckpt.N.gz files of one game
+    kept_rows: int = 50_000  # rows read from the start of each file
+    files_in_memory: int = 5  # files that batches are drawn from; others take their place after each epoch
+    epoch_steps: int = 62_500  # gradient steps of an epoch, which ends with an evaluation
+    eval_episodes: int = 10  # episodes of an evaluation, played side by side
+    eval_epsilon: float = 0.01  # share of random actions in an evaluation
+
+
+# Whole numbers are at least 1, others between 0 and 1, but for these limits. In a pair the first is not the smaller.
+LIMITS = {"seed": (0, 2**31 - 1), "horizon": (2, 2**29 - 1), "features": (1, math.inf), "kept_rows": (5, math.inf)}
+LIMITS |= {"final_sparsity": (0, 0.9999), "cql_alpha": (0, 1e9)}
+PAIRS = {"pruning_end": "pruning_start"}
+
+
+def fail(message: str) -> NoReturn:
+    """A mistake of the person at the keyboard: one message, exit code 2, no traceback."""
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def check_args(args: Args) -> None:
+    for field in dataclasses.fields(args):
+        flag, value = "--" + field.name.replace("_", "-"), getattr(args, field.name)
+        limits = LIMITS.get(field.name, {int: (1, math.inf), float: (0, 1)}.get(field.type))
+        if limits and not all(limits[0] <= x <= limits[1] for x in np.ravel(value)):
+            at_most = "" if limits[1] == math.inf else f" and at most {limits[1]}"
+            fail(f"{flag} must be at least {limits[0]}{at_most}, not {value}")
+        if field.name in PAIRS and value < getattr(args, other := PAIRS[field.name]):
+            fail(f"{flag} {value} is smaller than --{other.replace('_', '-')} {getattr(args, other)}")
+
+
+# ---- Environment -----------------------------------------------------------------------------------------------------
+def game_name(env_id: str) -> str:
+    """The game as people write it: `ALE/MsPacman-v5`, `mspacman` and `ms_pacman` are all `MsPacman`."""
+    known = {spec.name.lower(): spec.name for spec in gymnasium.registry.values() if spec.namespace == "ALE"}
+    wanted = re.sub(r"^ale/|(noframeskip)?-v\d+$|_", "", env_id.lower())
+    if wanted not in known:
+        closest = [known[name] for name in difflib.get_close_matches(wanted, known, n=3, cutoff=0)]
+        fail(f"unknown Atari game {env_id!r}; the closest names are {', '.join(closest)}")
+    return known[wanted]
+
+
+def make_env(env_id: str, n_envs: int, horizon: int) -> ale_py.AtariVectorEnv:
+    """The protocol of Machado et al. (2018), as in the paper's appendix. Several defaults of ale-py differ."""
+    return ale_py.AtariVectorEnv(
+        gymnasium.spec(f"ALE/{game_name(env_id)}-v5").kwargs["game"],
+        num_envs=n_envs,
+        max_num_frames_per_episode=4 * horizon,
+        repeat_action_probability=0.25,  # sticky actions
+        full_action_space=False,
+        autoreset_mode="SameStep",  # the step that ends an episode returns the first observation of the next one
+        img_height=FRAME[0],
+        img_width=FRAME[1],
+        grayscale=True,
+        stack_num=STACK,  # zeros before the first frame of an episode
+        frameskip=4,
+        maxpool=True,  # over the last two frames
+        noop_max=0,
+        episodic_life=False,  # game over, not the loss of a life, ends an episode
+        reward_clipping=False,  # the replay memory clips; returns are the game's score
+        use_fire_reset=False,
+    )
+
+
+# ---- Replay data ---------------------------------------------------------------------------------------------------
+class Batch(NamedTuple):
+    frames: np.ndarray  # (batch, STACK + 1, 84, 84) uint8: [:, :-1] is the observation, [:, 1:] the next one
+    actions: np.ndarray  # (batch,) int32
+    rewards: np.ndarray  # (batch,) float32
+    terminals: np.ndarray  # (batch,) bool
+
+
+REPLAY_MEMBERS = {"observation": np.uint8, "action": np.int32, "reward": np.float32, "terminal": np.uint8}
+ReplayFile = collections.namedtuple("ReplayFile", [*REPLAY_MEMBERS, "valid"])  # valid: the rows that can be sampled
+NO_DATASET = """--dataset-dir is missing, a folder of $store$_*_ckpt.N.gz files. Record one or fetch DQN Replay data:
+  python polyprune_dqn_atari.py --final-sparsity 0 --env-id Pong --record-dir data/Pong
+  gsutil -m cp -R gs://atari-replay-datasets/dqn/Pong/1/replay_logs data/Pong"""
+
+
+def read_rows(path: Path, dtype: type, n_rows: int) -> np.ndarray:
+    """The first rows of a gzipped `np.save` stream. What follows them is never decompressed."""
+    try:
+        with gzip.open(path) as file:
+            np.lib.format.read_magic(file)
+            shape, _, found = np.lib.format.read_array_header_1_0(file)
+            if found != dtype or shape[1:] != (FRAME if path.name.startswith("$store$_observation") else ()):
+                fail(f"{path} holds {found} of shape {shape}: not a file of the DQN Replay data set")
+            rows = np.empty((min(n_rows, shape[0]), *shape[1:]), dtype)
+            for block in np.array_split(rows, rows.nbytes // 10_000_000 + 1):  # 10 MB at a time
+                block[:] = np.frombuffer(file.read(block.nbytes), dtype).reshape(block.shape)
+            return rows
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        fail(f"{path} cannot be read: {error}")
+
+
+def load_file(args: Args, number: int, n_actions: int) -> ReplayFile:
+    paths = [args.dataset_dir / f"$store$_{name}_ckpt.{number}.gz" for name in REPLAY_MEMBERS]
+    columns = [read_rows(path, dtype, args.kept_rows) for path, dtype in zip(paths, REPLAY_MEMBERS.values())]
+    _, actions, _, terminals = columns
+    if len({len(column) for column in columns}) > 1:
+        fail(f"{paths[0]} and its companions differ in length: {[len(column) for column in columns]} rows")
+    # Valid: the stack and the frame that follows are in the file, and no episode ends in the stack before its last
+    # frame. Three rows of zeros come before each episode, so that its first stacks are like any other.
+    valid = np.arange(STACK - 1, len(actions) - 1)
+    for back in range(1, STACK):
+        valid = valid[terminals[valid - back] == 0]
+    if len(valid) == 0:
+        fail(f"{paths[0]} holds no whole transition")
+    if not 0 <= actions.min() <= actions.max() < n_actions:
+        fail(
+            f"{paths[1]} has action {actions.max()}, {game_name(args.env_id)} only {n_actions} actions: another game's?"
+        )
+    return ReplayFile(*columns, valid)
+
+
+class ReplayData:
+    """Some files of the DQN Replay data set (Agarwal et al., 2020); a thread reads the next ones meanwhile."""
+
+    def __init__(self, args: Args, rng: np.random.Generator, n_actions: int):
+        self.args, self.rng, self.n_actions, self.chosen = args, rng, n_actions, []
+        folder = args.dataset_dir or fail(NO_DATASET)
+        self.numbers = [int(path.name.split(".")[1]) for path in sorted(folder.glob("$store$_*_ckpt.*[0-9].gz"))]
+        self.numbers = np.unique(self.numbers) if self.numbers else fail(f"no $store$_*_ckpt.N.gz file in {folder}")
+        for name, number in itertools.product(REPLAY_MEMBERS, self.numbers):
+            if not (path := folder / f"$store$_{name}_ckpt.{number}.gz").exists():
+                fail(f"{path} is missing")
+        self.reader = ThreadPoolExecutor(max_workers=1)
+        self.read_ahead()
+        self.next_files()
+
+    def read_ahead(self) -> None:
+        """Draw other files than those in memory, if there are enough."""
+        n_files, others = min(self.args.files_in_memory, len(self.numbers)), np.setdiff1d(self.numbers, self.chosen)
+        self.chosen = self.rng.choice(others if len(others) >= n_files else self.numbers, n_files, replace=False)
+        self.reading = [self.reader.submit(load_file, self.args, k, self.n_actions) for k in self.chosen]
+
+    def next_files(self) -> None:
+        self.files = [future.result() for future in self.reading]
+        self.read_ahead()
+
+    def sample(self, batch_size: int) -> Batch:
+        file = self.files[self.rng.integers(len(self.files))]
+        row = self.rng.choice(file.valid, batch_size)
+        frames = file.observation[row[:, None] + np.arange(1 - STACK, 2)]  # (batch, STACK + 1, 84, 84)
+        return Batch(frames, file.action[row], file.reward[row], file.terminal[row])
+
+
+# ---- Network ---------------------------------------------------------------------------------------------------------
+class QNetwork(nn.Module):
+    features: tuple[int, ...]
+    n_actions: int
+
+    @nn.compact
+    def __call__(self, observations: jax.Array) -> jax.Array:
+        init = nn.initializers.xavier_uniform()
+        x = jnp.moveaxis(observations, 1, -1) / 255.0  # (batch, 84, 84, STACK)
+        for features, kernel, stride in zip(self.features[:3], (8, 4, 3), (4, 2, 1)):
+            x = nn.relu(nn.Conv(features, (kernel, kernel), stride, kernel_init=init)(x))  # 84 -> 21 -> 11 -> 11
+        x = x.reshape(len(x), -1)  # (batch, 121 * features[2])
+        x = nn.relu(nn.Dense(self.features[3], kernel_init=init)(x))
+        return nn.Dense(self.n_actions, kernel_init=init)(x)  # (batch, n_actions)
+
+
+# ---- Pruning ---------------------------------------------------------------------------------------------------------
+def tensor_densities(shapes: list[tuple], sparsity: float, distribution: str) -> np.ndarray:
+    """Share of its weights that each tensor keeps."""
+    if distribution == "uniform":
+        return np.full(len(shapes), 1.0 - sparsity)
+    # Erdos-Renyi-Kernel: density in proportion to sum(shape) / prod(shape), at most 1, and `sparsity` in total.
+    sizes, sums = np.array([math.prod(shape) for shape in shapes]), np.array([sum(shape) for shape in shapes])
+    dense = np.zeros(len(shapes), bool)
+    for _ in shapes:
+        scale = ((1.0 - sparsity) * sizes.sum() - sizes[dense].sum()) / max(sums[~dense].sum(), 1)
+        dense |= scale * sums > sizes
+    return np.where(dense, 1.0, scale * sums / sizes)
+
+
+def magnitude_mask(weights: np.ndarray, density: float) -> np.ndarray:
+    """Keep the largest magnitudes, at least one; of equal ones those that come first."""
+    n_kept = max(1, round(weights.size * density))
+    magnitudes = np.abs(weights).ravel()
+    threshold = np.partition(magnitudes, -n_kept)[-n_kept]
+    mask = magnitudes > threshold
+    mask[np.flatnonzero(magnitudes == threshold)[: n_kept - mask.sum()]] = True
+    return mask.reshape(weights.shape)
+
+
+def magnitude_masks(params, sparsity: float, distribution: str):
+    """Masks of one network: True is kept. Only tensors with more than one axis are pruned, biases never."""
+    leaves, structure = jax.tree.flatten(params)
+    shapes = [leaf.shape for leaf in leaves if leaf.ndim > 1]
+    densities = iter(tensor_densities(shapes, sparsity, distribution))
+    masks = [magnitude_mask(np.asarray(x), next(densities)) if x.ndim > 1 else np.ones(x.shape, bool) for x in leaves]
+    return jax.tree.unflatten(structure, masks)
+
+
+def sparsity_of(masks) -> float:
+    """Share of zeros among the weights of one network that can be pruned."""
+    prunable = [np.asarray(mask) for mask in jax.tree.leaves(masks) if mask.ndim > 1]
+    return float(1 - sum(mask.sum() for mask in prunable) / sum(mask.size for mask in prunable))
+
+
+def polynomial_sparsity(
+    step: int, total_steps: int, final_sparsity: float, start: float, end: float, power: float
+) -> float:
+    """Eq. (2): from 0 at `start` to `final_sparsity` at `end`, both shares of `total_steps`."""
+    progress = (step - start * total_steps) / ((end - start) * total_steps or 1)
+    return final_sparsity * (1 - (1 - min(max(progress, 0.0), 1.0)) ** power)
+
+
+# ---- Agent state -----------------------------------------------------------------------------------------------------
+class AgentState(NamedTuple):
+    """All that learning changes."""
+
+    params: dict  # (...), pruned weights are exactly 0 [theta]
+    target_params: dict  # (...) [theta-bar]
+    opt_state: optax.OptState  # (...)
+    masks: dict  # (...) bool, False where a weight is pruned
+    sparsity: float  # of params [s_t]
+
+
+def make_optimizer(args: Args) -> optax.GradientTransformation:
+    return optax.adam(args.learning_rate, eps=args.adam_epsilon)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def init_agent(args: Args, network: QNetwork, key: jax.Array) -> AgentState:
+    params = network.init(key, np.zeros((1, STACK, *FRAME), np.uint8))
+    return AgentState(
+        params=params,
+        target_params=jax.tree.map(jnp.copy, params),
+        opt_state=make_optimizer(args).init(params),
+        masks=jax.tree.map(lambda x: jnp.ones(x.shape, bool), params),
+        sparsity=0.0,
+    )
+
+
+# ---- Learning --------------------------------------------------------------------------------------------------------
+def cql_loss(params, network: QNetwork, batch: Batch, targets: jax.Array, alpha: float) -> tuple[jax.Array, jax.Array]:
+    all_q_values = network.apply(params, batch.frames[:, :-1])  # (batch, n_actions)
+    q_values = jnp.take_along_axis(all_q_values, batch.actions[:, None], axis=1)[:, 0]  # (batch,)
+    conservative = jax.nn.logsumexp(all_q_values, axis=1) - q_values  # (batch,)
+    # DIFFERS: the mean over the batch; Algorithm 1 writes the sum.
+    return jnp.mean((targets - q_values) ** 2 + alpha * conservative), jnp.mean(q_values)
+
+
+def learn(args: Args, network: QNetwork, state: AgentState, batch: Batch) -> tuple[AgentState, dict]:
+    """Alg. 1, l. 8-11 for a single network: one gradient step of DQN, under the mask."""
+    next_values = network.apply(state.target_params, batch.frames[:, 1:]).max(axis=1)  # (batch,)
+    targets = batch.rewards + args.gamma * (1 - batch.terminals) * next_values  # l. 8
+
+    loss = functools.partial(cql_loss, network=network, batch=batch, targets=targets, alpha=args.cql_alpha)
+    (loss, q_value), grads = jax.value_and_grad(loss, has_aux=True)(state.params)  # l. 10
+    updates, opt_state = make_optimizer(args).update(grads, state.opt_state)  # l. 11
+    params = optax.apply_updates(state.params, updates)
+    params = jax.tree.map(jnp.multiply, params, state.masks)  # what was pruned stays pruned
+
+    return state._replace(params=params, opt_state=opt_state), {"losses/cql_loss": loss, "losses/q_values": q_value}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def learn_many(args: Args, network: QNetwork, state: AgentState, batches: Batch) -> tuple[AgentState, dict]:
+    """Many gradient steps in one call, `batches` being stacked. For a single one there is no loop."""
+    if len(batches.actions) == 1:
+        return learn(args, network, state, jax.tree.map(lambda x: x[0], batches))
+    state, metrics = jax.lax.scan(functools.partial(learn, args, network), state, batches)
+    return state, jax.tree.map(lambda x: x[-1], metrics)
+
+
+def prune(args: Args, state: AgentState, step: int) -> AgentState:
+    """The mask for the sparsity of Eq. (2). The optimizer goes on as it is."""
+    schedule = args.final_sparsity, args.pruning_start, args.pruning_end, args.pruning_power
+    sparsity = polynomial_sparsity(step, args.total_timesteps, *schedule)
+    masks = magnitude_masks(jax.device_get(state.params), sparsity, args.sparsity_distribution)
+    return state._replace(params=jax.tree.map(jnp.multiply, state.params, masks), masks=masks, sparsity=sparsity)
+
+
+# ---- Acting ----------------------------------------------------------------------------------------------------------
+@functools.partial(jax.jit, static_argnums=0)
+def greedy_actions(network: QNetwork, params, observations: np.ndarray) -> jax.Array:
+    return network.apply(params, observations).argmax(axis=1)
+
+
+def evaluate(args: Args, rng: np.random.Generator, network: QNetwork, params) -> np.ndarray:
+    """Returns of whole episodes, one in each environment, in the game's score."""
+    env = make_env(args.env_id, args.eval_episodes, args.horizon)
+    observations, _ = env.reset(seed=args.seed)
+    returns, playing = np.zeros(args.eval_episodes), np.ones(args.eval_episodes, bool)
+    while playing.any():
+        actions = np.array(greedy_actions(network, params, observations))
+        explore = rng.random(args.eval_episodes) < args.eval_epsilon
+        actions[explore] = rng.integers(network.n_actions, size=explore.sum())
+        observations, rewards, terminals, truncations, _ = env.step(actions)
+        returns += rewards * playing
+        playing &= ~(terminals | truncations)
+    return returns
+
+
+# ---- Reporting: run folder, TensorBoard, screen ----------------------------------------------------------------------
+def make_run_folder(args: Args) -> Path:
+    folder = args.runs_dir / f"{game_name(args.env_id)}__{Path(__file__).stem}__{args.seed}__{time.time():.3f}"
+    try:
+        folder.mkdir(parents=True)
+        (folder / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=2, default=str))
+    except OSError as error:
+        fail(f"cannot write the run folder {folder}: {error.strerror}; choose another --runs-dir")
+    return folder
+
+
+class Run:
+    """A run as a person sees it: its folder, its TensorBoard curves and its progress on the screen."""
+
+    def __init__(self, args: Args, header: str):
+        self.args, self.folder, self.step, self.stop_signal = args, make_run_folder(args), 0, None
+        self.old_handler = signal.signal(signal.SIGINT, self.interrupt)
+        self.writer, self.latest = Writer(str(self.folder)), {}
+        self.returns, self.rewards = collections.deque(maxlen=100), []  # of the last episodes, of the current one
+        self.start = self.shown = time.monotonic()
+        self.clock = None  # the step and the time from which SPS counts
+        print(f"{header}\nRun folder {self.folder}", flush=True)
+        self.progress = Progress(BarColumn(bar_width=20), "{task.description}", disable=not sys.stdout.isatty())
+        self.task = self.progress.add_task("", total=args.total_timesteps)
+        self.progress.start()
+
+    def interrupt(self, signum: int, _) -> None:
+        self.stop_signal = signum  # the run ends after its current step
+        signal.signal(signum, self.old_handler)  # a second Ctrl-C ends it at once
+
+    def close(self) -> None:
+        self.progress.stop()
+        self.writer.close()
+        signal.signal(signal.SIGINT, self.old_handler)
+
+    def steps(self, stride: int = 1):
+        while self.step < self.args.total_timesteps and not self.stop_signal:
+            self.step += stride
+            yield self.step
+            if time.monotonic() - self.shown > (30 if self.progress.disable else 0.5):  # seconds
+                self.show()
+        self.show()
+
+    def log(self, scalars: dict) -> None:
+        """A number gives one curve, a vector gives `tag_0`, `tag_1`, ..."""
+        for tag, value in scalars.items():
+            self.latest[tag] = np.array(value)  # a copy: the next update reuses the memory of the state
+            for k, x in enumerate(np.ravel(value)):
+                self.writer.add_scalar(f"{tag}_{k}" if np.ndim(value) else tag, x, self.step)
+
+    def log_reward(self, reward: float, done: bool) -> None:
+        self.rewards.append(reward)
+        if done:
+            self.returns.append(sum(self.rewards))
+            self.log({"charts/episodic_return": self.returns[-1], "charts/episodic_length": len(self.rewards)})
+            self.rewards = []
+
+    def sps(self) -> float:
+        first_step, start = self.clock or (0, self.start)
+        return (self.step - first_step) / max(time.monotonic() - start, 1e-9)
+
+    def show(self) -> None:
+        self.shown, seconds_left = time.monotonic(), (self.args.total_timesteps - self.step) / max(self.sps(), 1e-3)
+        time_left = datetime.timedelta(seconds=int(seconds_left))
+        status = f"{self.step:,}/{self.args.total_timesteps:,} steps, {self.sps():,.0f} SPS, {time_left} left\n"
+        status += f"return {np.mean(self.returns):.1f}" if self.returns else "return -"
+        for name, tag in (("sparsity", "sparsity/target"), ("epsilon", "charts/epsilon")):
+            status += f", {name} {self.latest[tag]:.3f}" if tag in self.latest else ""
+        self.progress.update(self.task, completed=self.step, description=status)
+        if self.progress.disable:
+            print(status.replace("\n", ", "), flush=True)
+
+    def summarize(self, params) -> None:
+        n_weights = sum(x.size for x in jax.tree.leaves(params))
+        n_nonzero = sum(int(jnp.count_nonzero(x)) for x in jax.tree.leaves(params))
+        time_taken = datetime.timedelta(seconds=int(time.monotonic() - self.start))
+        print(f"{'Interrupted' if self.stop_signal else 'Finished'} after {self.step:,} steps and {time_taken}")
+        print(
+            f"Target network: {n_nonzero:,} non-zero weights of {n_weights:,}; return of {len(self.returns)} episodes"
+        )
+        print(f"tensorboard --logdir {self.args.runs_dir}")
+
+
+# ---- Training --------------------------------------------------------------------------------------------------------
+def train(args: Args) -> Path:
+    check_args(args)
+    rng = np.random.default_rng(args.seed)
+    network = QNetwork(args.features, int(make_env(args.env_id, n_envs=1, horizon=args.horizon).single_action_space.n))
+    data = ReplayData(args, rng, network.n_actions)
+    state = init_agent(args, network, jax.random.key(args.seed))  # Alg. 1, l. 1
+    n_weights = sum(x.size for x in jax.tree.leaves(state.target_params))
+    header = (
+        f"PolyPruneCQL on {game_name(args.env_id)}, seed {args.seed}, on the {jax.default_backend().upper()}\n"
+        f"1 network of {n_weights:,} parameters, features {' '.join(map(str, args.features))}\n"
+        f"{len(data.files)} of {len(data.numbers)} files, {sum(x.observation.nbytes for x in data.files) / 1e9:.2f} GB"
+    )
+    # No environment step comes between two gradient steps, so an accelerator does up to 100 in one call. On a CPU
+    # XLA runs the body of a loop on one thread, six times slower than without a loop.
+    n_updates = math.gcd(100, args.pruning_period, args.target_period, args.epoch_steps, args.total_timesteps)
+    n_updates = 1 if jax.default_backend() == "cpu" else n_updates
+    with contextlib.closing(Run(args, header)) as run:
+        run.log({"sparsity/target": 0.0})
+        for step in run.steps(n_updates):  # l. 2
+            batches = [data.sample(args.batch_size) for _ in range(n_updates)]  # l. 7
+            batches = jax.tree.map(lambda *x: np.stack(x), *batches)
+            state, metrics = learn_many(args, network, state, batches)  # l. 8-11
+            if not np.isfinite(metrics["losses/cql_loss"]):
+                fail(f"the network has diverged at step {step}; try a lower --learning-rate")
+            run.clock = run.clock or (step, time.monotonic())  # SPS counts from the first update, which compiles
+
+            if step % args.target_period == 0:  # l. 12
+                state = state._replace(target_params=jax.tree.map(jnp.copy, state.params))  # l. 13
+                run.log({"sparsity/target": state.sparsity})
+            if step % args.pruning_period == 0:  # after the target update: in DistillCQL the target is not yet pruned
+                state = prune(args, state, step)
+                run.log({"sparsity/network": state.sparsity})
+
+            if step % args.epoch_steps == 0:
+                returns = evaluate(args, rng, network, state.target_params)
+                run.log({"eval/episodic_return": returns.mean()})
+                run.returns = returns.tolist()
+                data.next_files()
+            if step % LOG_PERIOD == 0:
+                run.log({"charts/SPS": run.sps(), **metrics})
+    data.reader.shutdown(cancel_futures=True)
+    run.summarize(state.target_params)
+    if run.stop_signal:
+        sys.exit(128 + run.stop_signal)
+    return run.folder
+
+
+if __name__ == "__main__":
+    train(tyro.cli(Args, description=__doc__))

@@ -1,0 +1,176 @@
+"""EauDeCQL and PolyPruneCQL: the loss, many updates in a call, evaluation, and whole runs from files."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from catch import Catch, CatchEnv
+from common import TINY, assert_trees_equal, random_batch, run_script, scalars
+from reference import adam, cql_loss, dqn_targets, finite_difference
+
+import eaudecql_atari
+import polyprune_cql_atari
+import polyprune_dqn_atari
+
+BOTH = pytest.mark.parametrize("script", [eaudecql_atari, polyprune_cql_atari], ids=["eaudecql", "polyprune_cql"])
+
+
+def test_defaults_are_those_of_the_papers_tables():
+    offline = dict(total_timesteps=50 * 62_500, epoch_steps=62_500, target_period=2_000, batch_size=32, gamma=0.99)
+    offline |= dict(
+        learning_rate=5e-5, adam_epsilon=3.125e-4, cql_alpha=0.1, features=(32, 64, 64, 512), horizon=27_000
+    )
+    offline |= dict(kept_rows=2_500_000 // 50, files_in_memory=5, eval_epsilon=0.01)
+    eaude = offline | dict(n_networks=5, tournament_size=3, max_noise=3.0, max_speed=0.01)
+    polyprune = offline | dict(final_sparsity=0.95, pruning_power=3, pruning_start=0.2, pruning_end=0.8)
+    assert eaude.items() <= dataclasses.asdict(eaudecql_atari.Args()).items()
+    assert (polyprune | dict(pruning_period=1_000)).items() <= dataclasses.asdict(polyprune_cql_atari.Args()).items()
+
+
+def tiny_agent(script, **flags):
+    args = script.Args(features=TINY, learning_rate=1e-2, gamma=0.9, **flags)
+    network = script.QNetwork(TINY, 3)
+    state = script.init_agent(args, network, jax.random.key(0))
+    target = jax.tree.map(lambda x: x[0], script.init_agent(args, network, jax.random.key(7)).params)
+    if script is polyprune_cql_atari:
+        target = script.init_agent(args, network, jax.random.key(7)).params
+    return args, network, state._replace(target_params=target)
+
+
+def networks_of(script, state):
+    params = jax.device_get(state.params)
+    return [params] if script is polyprune_cql_atari else [script.network_at(params, k) for k in range(5)]
+
+
+@BOTH
+def test_update_agrees_with_finite_differences_for_all_networks(script):
+    args, network, state = tiny_agent(script, cql_alpha=0.7)
+    rng = np.random.default_rng(0)
+    batch, target = random_batch(rng), jax.device_get(state.target_params)
+    before = networks_of(script, state)
+    state, metrics = jax.jit(functools.partial(script.learn, args, network))(state, batch)
+    loss = functools.partial(cql_loss, batch=batch, targets=dqn_targets(target, batch, 0.9), alpha=0.7)
+    losses = [loss(params) for params in before]
+    assert metrics["losses/cql_loss"] == pytest.approx(np.mean(losses), rel=1e-4)
+    if script is eaudecql_atari:  # the tournament is decided by the whole loss
+        np.testing.assert_allclose(state.cumulated_losses, losses, rtol=1e-4)
+    for old, new in zip(before, networks_of(script, state)):
+        for layer, name in [(layer, name) for layer in old["params"] for name in ("kernel", "bias")]:
+            for _ in range(3):
+                index = tuple(rng.integers(old["params"][layer][name].shape))
+                change = adam([finite_difference(loss, old, layer, name, index)], 1e-2, args.adam_epsilon)
+                value = old["params"][layer][name][index] + change
+                assert new["params"][layer][name][index] == pytest.approx(value, abs=3e-4)
+
+
+@BOTH
+def test_without_alpha_the_loss_is_that_of_dqn(script):
+    _, network, state = tiny_agent(script)
+    batch, targets = random_batch(np.random.default_rng(0)), np.ones(6, np.float32)
+    params = networks_of(script, state)[0]
+    plain = polyprune_dqn_atari.td_loss(params, network, batch, targets)
+    assert script.cql_loss(params, network, batch, targets, 0.0) == plain
+    assert script.cql_loss(params, network, batch, targets, 0.1)[0] > plain[0]
+
+
+@BOTH
+def test_many_updates_in_one_call_are_the_same_updates(script):
+    args, network, state = tiny_agent(script)
+    rng = np.random.default_rng(0)
+    batches = [random_batch(rng) for _ in range(3)]
+    one_by_one = jax.tree.map(jax.numpy.array, state)
+    for batch in batches:
+        one_by_one, last = script.learn_many(args, network, one_by_one, jax.tree.map(lambda x: x[None], batch))
+    stacked = jax.tree.map(lambda *x: np.stack(x), *batches)
+    at_once, metrics = script.learn_many(args, network, state, stacked)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), at_once, one_by_one)
+    assert metrics["losses/cql_loss"] == pytest.approx(float(last["losses/cql_loss"]), rel=1e-4)
+
+
+@BOTH
+def test_an_evaluation_is_one_episode_of_each_environment(script, monkeypatch):
+    class Countdown:  # environment i ends an episode every i + 1 steps; each step scores 10
+        def reset(self, seed):
+            self.t = 0
+            return np.zeros((4, 4, 84, 84), np.uint8), {}
+
+        def step(self, actions):
+            self.t += 1
+            ends = self.t % np.arange(1, 5) == 0
+            return np.zeros((4, 4, 84, 84), np.uint8), np.full(4, 10), ends & (np.arange(4) % 2 == 0), ends, {}
+
+    monkeypatch.setattr(script, "make_env", lambda env_id, n_envs, horizon: Countdown())
+    args, network, state = tiny_agent(script, eval_episodes=4)
+    returns = script.evaluate(args, np.random.default_rng(0), network, state.target_params)
+    assert returns.tolist() == [10, 20, 30, 40]
+
+
+def record_catch(folder, n_steps, share_of_random_actions):
+    """Play with a mediocre policy; its mean return."""
+    recorder, rng, game, returns = polyprune_dqn_atari.Recorder(folder, 600), np.random.default_rng(0), Catch(0), []
+    observation = game.new_episode()
+    for _ in range(n_steps):
+        action = rng.integers(3) if rng.random() < share_of_random_actions else game.best_action()
+        next_observation, reward, done = game.step(action)
+        recorder.add(*[np.array([x]) for x in (observation, action, reward, done, False)])
+        observation = next_observation
+        returns += [reward] if done else []
+    return np.mean(returns)
+
+
+@pytest.fixture
+def catch(monkeypatch, tmp_path):
+    for script in (eaudecql_atari, polyprune_cql_atari):
+        monkeypatch.setattr(script, "make_env", lambda env_id, n_envs, horizon: CatchEnv(n_envs))
+    flags = dict(runs_dir=tmp_path / "runs", dataset_dir=tmp_path / "data", features=(8, 8, 8, 32), target_period=50)
+    return flags | dict(gamma=0.9, learning_rate=1e-3, eval_episodes=50)
+
+
+@BOTH
+def test_offline_learning_beats_the_policy_that_made_the_data(script, catch):
+    recorded = record_catch(catch["dataset_dir"], 3_600, 0.7)
+    assert recorded < 0.5
+    own = (
+        dict(n_networks=3, max_speed=0.05) if script is eaudecql_atari else dict(final_sparsity=0.8, pruning_period=25)
+    )
+    folder = script.train(script.Args(**catch, **own, total_timesteps=1_500, epoch_steps=500))
+    curves = scalars(folder)
+    assert [step for step, _ in curves["eval/episodic_return"]] == [500, 1_000, 1_500]
+    assert curves["eval/episodic_return"][-1][1] > max(recorded + 0.3, 0.8)
+    assert curves["sparsity/target"][-1][1] > 0.05
+    updates = [step for step, _ in curves["sparsity/target"]]
+    assert updates == list(range(0, 1_501, 50))  # t counts gradient steps
+    if script is polyprune_cql_atari:
+        assert curves["sparsity/target"][-1][1] == pytest.approx(0.8)
+
+
+@BOTH
+def test_seeds_decide_everything(script, catch, monkeypatch):
+    record_catch(catch["dataset_dir"], 1_300, 0.7)
+    weights = []
+    monkeypatch.setattr(script.Run, "summarize", lambda run, params: weights.append(jax.device_get(params)))
+    catch |= dict(features=TINY, eval_episodes=3, files_in_memory=1, total_timesteps=150, epoch_steps=50)
+    for seed in (3, 3, 4):
+        script.train(script.Args(**catch, seed=seed))
+    assert_trees_equal(weights[0], weights[1])
+    assert any((x != y).any() for x, y in zip(jax.tree.leaves(weights[0]), jax.tree.leaves(weights[2])))
+
+
+def test_from_nothing_to_an_offline_agent_in_three_commands(tmp_path):
+    small = " --env-id Pong --features 4 4 4 8"
+    flags = f"--final-sparsity 0 --total-timesteps 400 --learning-starts 300 --record-dir {tmp_path / 'data'}"
+    result = run_script(polyprune_dqn_atari, flags + " --buffer-size 400 --record-rows 150" + small, tmp_path / "a")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert len(list((tmp_path / "data").iterdir())) == 4 * 3
+    flags = f"--dataset-dir {tmp_path / 'data'} --total-timesteps 40 --epoch-steps 20 --target-period 10 --horizon 60"
+    for script, folder in ((eaudecql_atari, "b"), (polyprune_cql_atari, "c")):
+        result = run_script(script, flags + " --eval-episodes 2" + small, tmp_path / folder)
+        assert (result.returncode, result.stderr) == (0, "")
+        (run,) = (tmp_path / folder).iterdir()
+        curves = scalars(run)
+        assert [step for step, _ in curves["eval/episodic_return"]] == [20, 40]
+        assert all(value == int(value * 2) / 2 for _, value in curves["eval/episodic_return"])
+        assert [step for step, _ in curves["sparsity/target"]] == [0, 10, 20, 30, 40]
+        assert "40/40 steps" in result.stdout

@@ -1,0 +1,218 @@
+"""Files of the DQN Replay data set: what the recorder writes, what the offline scripts read and sample."""
+
+import gzip
+import itertools
+
+import numpy as np
+import pytest
+from test_replay import play
+
+import eaudecql_atari as script
+from eaudecql_atari import Args, ReplayData, load_file
+from polyprune_dqn_atari import REPLAY_MEMBERS, Recorder
+
+PADDING = (np.zeros((84, 84), np.uint8), 0, 0.0, False)
+
+
+def write_file(folder, number, rows, **changed):
+    """One set of files as the public ones are: gzipped `np.save` streams."""
+    for (name, dtype), values in zip(REPLAY_MEMBERS.items(), zip(*rows)):
+        with gzip.open(folder / f"$store$_{name}_ckpt.{number}.gz", "wb") as file:
+            np.save(file, changed.get(name, np.array(values, dtype)))
+
+
+def logged_rows(n_rows, seed):
+    """Rows of endless play, and of each its transition, None for padding: written from the format's description."""
+    rows, transitions, starts = [], [], True
+    for observation, action, reward, terminal, truncated, next_observation in play(n_rows, seed):
+        terminal = terminal or truncated  # the public files know no truncation
+        if starts:
+            rows += [PADDING] * 3
+            transitions += [None] * 3
+        rows.append((observation[-1], action, np.clip(reward, -1, 1), terminal))
+        transitions.append((observation, np.clip(reward, -1, 1), terminal, next_observation))
+        starts = terminal
+    return rows[:n_rows], transitions[:n_rows]
+
+
+def assert_is_transition(transition, frames, reward, terminal):
+    observation, true_reward, true_terminal, next_observation = transition
+    np.testing.assert_array_equal(frames[:-1], observation)
+    assert (reward, terminal) == (true_reward, true_terminal)
+    if not terminal:
+        np.testing.assert_array_equal(frames[1:], next_observation)
+
+
+@pytest.mark.parametrize("kept_rows", [10, 37, 40, 100])
+def test_every_valid_row_and_no_other_is_sampled(tmp_path, kept_rows):
+    rows, transitions = logged_rows(150, seed=0)
+    cuts = [0, 40, 77, 150]  # files end wherever they end, most often within an episode
+    for number, (first, last) in enumerate(itertools.pairwise(cuts)):
+        write_file(tmp_path, number, rows[first:last])
+    data = ReplayData(Args(dataset_dir=tmp_path, kept_rows=kept_rows), np.random.default_rng(0), n_actions=150)
+    expected = {}
+    for first, last in itertools.pairwise(cuts):
+        for i in range(first + 3, min(last, first + kept_rows) - 1):  # not the first three rows of a file, nor its last
+            if transitions[i] is not None:
+                expected[rows[i][1]] = transitions[i]
+    seen = set()
+    for _ in range(200):
+        batch = data.sample(20)
+        for frames, action, reward, terminal in zip(*batch):
+            assert_is_transition(expected[action], frames, reward, terminal)
+            seen.add(action)
+    assert seen == set(expected)
+
+
+def test_each_batch_comes_from_one_file_and_epochs_bring_others(tmp_path):
+    for number in range(7):
+        write_file(tmp_path, number, [(np.zeros((84, 84)), number, 0.0, False)] * 10)
+    data = ReplayData(Args(dataset_dir=tmp_path, files_in_memory=3), np.random.default_rng(0), n_actions=7)
+    previous = set()
+    for _ in range(10):
+        batches = [set(data.sample(8).actions) for _ in range(50)]
+        assert all(len(numbers) == 1 for numbers in batches)
+        current = set.union(*batches)
+        assert len(current) == 3
+        assert not current & previous
+        previous = current
+        data.next_files()
+
+
+def test_what_follows_the_kept_rows_is_not_read(tmp_path):
+    path, noise = tmp_path / "$store$_observation_ckpt.0.gz", np.random.default_rng(0).integers(0, 256, (1_000, 84, 84))
+    with gzip.open(path, "wb") as file:
+        np.save(file, noise.astype(np.uint8))
+    path.write_bytes(path.read_bytes()[:5_000_000])  # cut far behind them
+    np.testing.assert_array_equal(script.read_rows(path, np.uint8, 50), noise[:50])
+
+
+@pytest.mark.parametrize("n_rows", [12, 1_000])
+def test_what_the_recorder_wrote_is_read_back_exactly(tmp_path, n_rows):
+    recorder, transitions = Recorder(tmp_path, n_rows), {}
+    for transition in play(200, seed=3):
+        observation, action, reward, terminal, truncated, next_observation = transition
+        recorder.add(*[np.array([x]) for x in transition[:-1]])
+        if not truncated:
+            transitions[action] = (observation, np.clip(reward, -1, 1), terminal, next_observation)
+    recorder.write()
+
+    read = {}
+    for number in range(recorder.n_files):
+        file = load_file_or_none(tmp_path, number)
+        for i in file.valid if file else ():
+            action = file.action[i]
+            assert action not in read
+            frames = file.observation[i - 3 : i + 2]
+            assert_is_transition(transitions[action], frames, file.reward[i], file.terminal[i])
+            read[action] = True
+    n_cuts = sum(not file_ends_with_an_episode(tmp_path, number) for number in range(recorder.n_files))
+    lost = transitions.keys() - read.keys()
+    # Lost are the last row of a file, unless a truncation ended it there, and the first three of one that goes on.
+    assert len(lost) <= 4 * n_cuts + recorder.n_files
+    if n_rows == 1_000:  # files end only with a truncation, or with the recording
+        assert lost <= {199}
+    assert recorder.n_files > 5
+
+
+def load_file_or_none(folder, number):
+    try:
+        return load_file(Args(dataset_dir=folder), number, n_actions=1_000)
+    except SystemExit:  # too short to hold a transition
+        return None
+
+
+def file_ends_with_an_episode(folder, number):
+    with gzip.open(folder / f"$store$_terminal_ckpt.{number}.gz") as file:
+        return bool(np.load(file)[-1])
+
+
+def test_a_recorded_file_is_laid_out_as_the_public_ones(tmp_path):
+    recorder = Recorder(tmp_path, 20)
+    for transition in play(60, seed=3):
+        recorder.add(*[np.array([x]) for x in transition[:-1]])
+    names = {path.name for path in tmp_path.iterdir()}
+    members = ("observation", "action", "reward", "terminal")
+    assert names == {f"$store$_{name}_ckpt.{n}.gz" for name in members for n in range(recorder.n_files)}
+    columns = {}
+    for name in members:
+        with gzip.open(tmp_path / f"$store$_{name}_ckpt.0.gz") as file:
+            columns[name] = np.load(file)
+    assert [(columns[name].dtype, columns[name].shape[1:]) for name in members] == [
+        (np.uint8, (84, 84)),
+        (np.int32, ()),
+        (np.float32, ()),
+        (np.uint8, ()),
+    ]
+    starts = [0, *(np.flatnonzero(columns["terminal"][:-4]) + 1)]
+    for start in starts:  # three rows of zeros, then the first frame
+        for name in members:
+            assert not columns[name][start : start + 3].any()
+        assert columns["observation"][start + 3].any()
+    assert np.abs(columns["reward"]).max() <= 1
+
+
+def test_a_recording_is_never_overwritten(tmp_path, capsys):
+    (tmp_path / "$store$_action_ckpt.0.gz").write_bytes(b"")
+    with pytest.raises(SystemExit):
+        Recorder(tmp_path, 20)
+    assert f"--record-dir {tmp_path} is not empty" in capsys.readouterr().err
+
+
+def truncate(folder):
+    path = folder / "$store$_observation_ckpt.0.gz"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def spoil(folder):
+    (folder / "$store$_reward_ckpt.0.gz").write_bytes(b"not gzip")
+
+
+ROWS = logged_rows(60, seed=0)[0]
+
+
+@pytest.mark.parametrize(
+    ("prepare", "message"),
+    [
+        (lambda f: truncate(f), "$store$_observation_ckpt.0.gz cannot be read: Compressed file ended"),
+        (lambda f: spoil(f), "$store$_reward_ckpt.0.gz cannot be read: Not a gzipped file"),
+        (lambda f: (f / "$store$_terminal_ckpt.0.gz").unlink(), "$store$_terminal_ckpt.0.gz is missing"),
+        (
+            lambda f: write_file(f, 0, ROWS, action=np.zeros(60, np.int64)),
+            "$store$_action_ckpt.0.gz holds int64 of shape",
+        ),
+        (
+            lambda f: write_file(f, 0, ROWS, observation=np.zeros((60, 84, 80), np.uint8)),
+            "$store$_observation_ckpt.0.gz holds uint8 of shape (60, 84, 80)",
+        ),
+        (
+            lambda f: write_file(f, 0, ROWS, reward=np.zeros(59, np.float32)),
+            "$store$_observation_ckpt.0.gz and its companions differ in length: [60, 60, 59, 60]",
+        ),
+        (lambda f: [path.unlink() for path in f.iterdir()], "no $store$_*_ckpt.N.gz file in"),
+        (lambda f: write_file(f, 0, ROWS[:4]), "$store$_observation_ckpt.0.gz holds no whole transition"),
+        (lambda f: None, "$store$_action_ckpt.0.gz has action"),
+    ],
+)
+def test_broken_files_get_one_message_that_names_them(tmp_path, capsys, monkeypatch, prepare, message):
+    data, runs = tmp_path / "data", tmp_path / "runs"
+    data.mkdir()
+    write_file(data, 0, ROWS)
+    prepare(data)
+    with pytest.raises(SystemExit) as exit_info:
+        script.train(Args(dataset_dir=data, runs_dir=runs, features=(2, 3, 3, 4)))
+    assert exit_info.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+    assert error.count("\n") == 1
+    assert not runs.exists()
+
+
+def test_without_a_data_set_both_ways_to_one_are_explained(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        script.train(Args())
+    assert exit_info.value.code == 2
+    error = capsys.readouterr().err
+    assert "polyprune_dqn_atari.py --final-sparsity 0" in error
+    assert "gs://atari-replay-datasets" in error
