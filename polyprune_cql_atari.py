@@ -51,7 +51,7 @@ LOG_PERIOD = 1_000  # steps between two points of the curves that have a value a
 # ---- Arguments: the defaults are the paper's -------------------------------------------------------------------------
 @dataclasses.dataclass(frozen=True)
 class Args:
-    env_id: str = "Pong"  # Atari game: Pong, SpaceInvaders, MsPacman, ...; ALE/Pong-v5 works too
+    env_id: str = "Pong"  # what to play: Pong or ALE/Pong-v5 on Atari, Ant or Ant-v5 on MuJoCo
     seed: int = 1  # seed of everything that is random
     total_timesteps: int = 3_125_000  # steps of the run: in the environment online, of the gradient offline [t_final]
     runs_dir: Path = Path("runs")  # folder in which the run gets a folder of its own
@@ -61,7 +61,7 @@ class Args:
     pruning_power: int = 3  # steepness of the schedule, which is fastest at its start [n]
     pruning_start: float = 0.2  # share of the run after which pruning starts [t_start]
     pruning_end: float = 0.8  # share of the run after which the sparsity stays [t_end]
-    pruning_period: int = 1_000  # steps between two prunings; equal to --target-period it is DistillQN [P]
+    pruning_period: int = 1_000  # steps between two prunings [P]
     sparsity_distribution: Literal["uniform", "erk"] = "uniform"  # same sparsity in all tensors, or Erdos-Renyi-Kernel
     target_period: int = 2_000  # steps between two target updates [T]
     batch_size: int = 32  # transitions in a gradient step [B]
@@ -101,7 +101,7 @@ def check_args(args: Args) -> None:
 
 
 # ---- Environment -----------------------------------------------------------------------------------------------------
-def game_name(env_id: str) -> str:
+def env_name(env_id: str) -> str:
     """The game as people write it: `ALE/MsPacman-v5`, `mspacman` and `ms_pacman` are all `MsPacman`."""
     known = {spec.name.lower(): spec.name for spec in gymnasium.registry.values() if spec.namespace == "ALE"}
     wanted = re.sub(r"^ale/|(noframeskip)?-v\d+$|_", "", env_id.lower())
@@ -114,7 +114,7 @@ def game_name(env_id: str) -> str:
 def make_env(env_id: str, n_envs: int, horizon: int) -> ale_py.AtariVectorEnv:
     """The protocol of Machado et al. (2018), as in the paper's appendix. Several defaults of ale-py differ."""
     return ale_py.AtariVectorEnv(
-        gymnasium.spec(f"ALE/{game_name(env_id)}-v5").kwargs["game"],
+        gymnasium.spec(f"ALE/{env_name(env_id)}-v5").kwargs["game"],
         num_envs=n_envs,
         max_num_frames_per_episode=4 * horizon,
         repeat_action_probability=0.25,  # sticky actions
@@ -133,7 +133,7 @@ def make_env(env_id: str, n_envs: int, horizon: int) -> ale_py.AtariVectorEnv:
     )
 
 
-# ---- Replay data ---------------------------------------------------------------------------------------------------
+# ---- Replay data -----------------------------------------------------------------------------------------------------
 class Batch(NamedTuple):
     frames: np.ndarray  # (batch, STACK + 1, 84, 84) uint8: [:, :-1] is the observation, [:, 1:] the next one
     actions: np.ndarray  # (batch,) int32
@@ -179,7 +179,7 @@ def load_file(args: Args, number: int, n_actions: int) -> ReplayFile:
         fail(f"{paths[0]} holds no whole transition")
     if not 0 <= actions.min() <= actions.max() < n_actions:
         fail(
-            f"{paths[1]} has action {actions.max()}, {game_name(args.env_id)} only {n_actions} actions: another game's?"
+            f"{paths[1]} has action {actions.max()}, {env_name(args.env_id)} only {n_actions} actions: another game's?"
         )
     return ReplayFile(*columns, valid)
 
@@ -368,21 +368,18 @@ def evaluate(args: Args, rng: np.random.Generator, network: QNetwork, params) ->
 
 
 # ---- Reporting: run folder, TensorBoard, screen ----------------------------------------------------------------------
-def make_run_folder(args: Args) -> Path:
-    folder = args.runs_dir / f"{game_name(args.env_id)}__{Path(__file__).stem}__{args.seed}__{time.time():.3f}"
-    try:
-        folder.mkdir(parents=True)
-        (folder / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=2, default=str))
-    except OSError as error:
-        fail(f"cannot write the run folder {folder}: {error.strerror}; choose another --runs-dir")
-    return folder
-
-
 class Run:
     """A run as a person sees it: its folder, its TensorBoard curves and its progress on the screen."""
 
     def __init__(self, args: Args, header: str):
-        self.args, self.folder, self.step, self.stop_signal = args, make_run_folder(args), 0, None
+        self.args, self.step, self.stop_signal = args, 0, None
+        run_name = f"{env_name(args.env_id)}__{Path(__file__).stem}__{args.seed}__{time.time():.3f}"
+        self.folder = args.runs_dir / run_name
+        try:
+            self.folder.mkdir(parents=True)
+            (self.folder / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=2, default=str))
+        except OSError as error:
+            fail(f"cannot write the run folder {self.folder}: {error.strerror}; choose another --runs-dir")
         self.old_handler = signal.signal(signal.SIGINT, self.interrupt)
         self.writer, self.latest = Writer(str(self.folder)), {}
         self.returns, self.rewards = collections.deque(maxlen=100), []  # of the last episodes, of the current one
@@ -459,7 +456,7 @@ def train(args: Args) -> Path:
     state = init_agent(args, network, jax.random.key(args.seed))  # Alg. 1, l. 1
     n_weights = sum(x.size for x in jax.tree.leaves(state.target_params))
     header = (
-        f"PolyPruneCQL on {game_name(args.env_id)}, seed {args.seed}, on the {jax.default_backend().upper()}\n"
+        f"PolyPruneCQL on {env_name(args.env_id)}, seed {args.seed}, on the {jax.default_backend().upper()}\n"
         f"1 network of {n_weights:,} parameters, features {' '.join(map(str, args.features))}\n"
         f"{len(data.files)} of {len(data.numbers)} files, {sum(x.observation.nbytes for x in data.files) / 1e9:.2f} GB"
     )

@@ -64,13 +64,13 @@ def test_networks_start_independently_from_xavier_uniform_kernels():
 
 @pytest.mark.parametrize("env_id", ["MsPacman", "ALE/MsPacman-v5", "mspacman", "ms_pacman", "MsPacmanNoFrameskip-v4"])
 def test_games_go_by_the_names_people_write(env_id):
-    assert script.game_name(env_id) == "MsPacman"
+    assert script.env_name(env_id) == "MsPacman"
     assert script.make_env(env_id, 1, 10).single_action_space.n == 9  # the minimal set, not all 18
 
 
 def test_every_game_has_its_own_name():
     games = [spec.name for spec in gymnasium.registry.values() if spec.namespace == "ALE"]
-    assert [script.game_name(game) for game in games] == games
+    assert [script.env_name(game) for game in games] == games
     assert "Combat" not in games  # two players, at which the emulator ends the whole program
 
 
