@@ -230,13 +230,10 @@ def next_sparsity(sparsity, noise, step: int, next_step: int, total_steps: int, 
 
 
 def select_population(rng: np.random.Generator, losses: np.ndarray, tournament_size: int) -> np.ndarray:
-    """Fig. 3, left: the network that each slot takes. One seat for the lowest loss, the others for tournament winners.
-
-    A selected network keeps its slot; its further seats are the slots of networks that were not selected.
-    """
+    """Fig. 3, left: `parents`, by slot. Selected networks keep theirs; their further seats are slots of the others."""
     losses = np.asarray(losses)
     finite = np.flatnonzero(np.isfinite(losses))
-    selected = [finite[losses[finite].argmin()]]
+    selected = [finite[losses[finite].argmin()]]  # one seat for the lowest loss, the others for tournament winners
     for _ in range(len(losses) - 1):
         drawn = rng.choice(finite, min(tournament_size, len(finite)), replace=False)
         selected.append(drawn[losses[drawn].argmin()])
@@ -373,7 +370,7 @@ class Run:
             fail(f"cannot write the run folder {self.folder}: {error.strerror}; choose another --runs-dir")
         self.old_handler = signal.signal(signal.SIGINT, self.interrupt)
         self.writer, self.latest = Writer(str(self.folder)), {}
-        self.returns, self.rewards = collections.deque(maxlen=100), []  # of the last episodes, of the current one
+        self.returns, self.rewards = collections.deque(maxlen=100), []  # of the last episodes; of the current one
         self.start = self.shown = time.monotonic()
         self.clock = None  # the step and the time from which SPS counts
         print(f"{header}\nRun folder {self.folder}", flush=True)
@@ -405,13 +402,6 @@ class Run:
             for k, x in enumerate(np.ravel(value)):
                 self.writer.add_scalar(f"{tag}_{k}" if np.ndim(value) else tag, x, self.step)
 
-    def log_reward(self, reward: float, done: bool) -> None:
-        self.rewards.append(reward)
-        if done:
-            self.returns.append(sum(self.rewards))
-            self.log({"charts/episodic_return": self.returns[-1], "charts/episodic_length": len(self.rewards)})
-            self.rewards = []
-
     def sps(self) -> float:
         first_step, start = self.clock or (0, self.start)
         return (self.step - first_step) / max(time.monotonic() - start, 1e-9)
@@ -428,14 +418,20 @@ class Run:
             print(status.replace("\n", ", "), flush=True)
 
     def summarize(self, params) -> None:
-        n_weights = sum(x.size for x in jax.tree.leaves(params))
-        n_nonzero = sum(int(jnp.count_nonzero(x)) for x in jax.tree.leaves(params))
         time_taken = datetime.timedelta(seconds=int(time.monotonic() - self.start))
+        weights = np.concatenate([np.ravel(x) for x in jax.tree.leaves(params)])
         print(f"{'Interrupted' if self.stop_signal else 'Finished'} after {self.step:,} steps and {time_taken}")
-        print(
-            f"Target network: {n_nonzero:,} non-zero weights of {n_weights:,}; return of {len(self.returns)} episodes"
-        )
+        print(f"Return {np.mean(self.returns or [np.nan]):.1f}, mean of the last {len(self.returns)} episodes")
+        print(f"Target network with {np.count_nonzero(weights):,} non-zero weights of {weights.size:,}")
         print(f"tensorboard --logdir {self.args.runs_dir}")
+
+
+def log_reward(run: Run, reward: float, done: bool) -> None:
+    run.rewards.append(reward)
+    if done:
+        run.returns.append(sum(run.rewards))
+        run.log({"charts/episodic_return": run.returns[-1], "charts/episodic_length": len(run.rewards)})
+        run.rewards = []
 
 
 # ---- Training --------------------------------------------------------------------------------------------------------
@@ -465,7 +461,7 @@ def train(args: Args) -> Path:
             next_observations, rewards, terminals, truncations, _ = env.step(actions)
             memory.add(observations, actions, rewards, terminals, truncations, next_observations)  # l. 5
             observations = next_observations
-            run.log_reward(rewards[0], terminals[0] or truncations[0])
+            log_reward(run, rewards[0], terminals[0] or truncations[0])
 
             if step > args.learning_starts and step % args.gradient_period == 0:  # l. 6
                 batch = memory.sample(rng, args.batch_size)  # l. 7

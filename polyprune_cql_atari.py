@@ -80,7 +80,7 @@ class Args:
 # Whole numbers are at least 1, others between 0 and 1, but for these limits. In a pair the first is not the smaller.
 LIMITS = {"seed": (0, 2**31 - 1), "horizon": (2, 2**29 - 1), "features": (1, math.inf), "kept_rows": (5, math.inf)}
 LIMITS |= {"final_sparsity": (0, 0.9999), "cql_alpha": (0, 1e9)}
-PAIRS = {"pruning_end": "pruning_start"}
+PAIRS = {"pruning_end": "pruning_start", "total_timesteps": "epoch_steps"}
 
 
 def fail(message: str) -> NoReturn:
@@ -143,9 +143,8 @@ class Batch(NamedTuple):
 
 REPLAY_MEMBERS = {"observation": np.uint8, "action": np.int32, "reward": np.float32, "terminal": np.uint8}
 ReplayFile = collections.namedtuple("ReplayFile", [*REPLAY_MEMBERS, "valid"])  # valid: the rows that can be sampled
-NO_DATASET = """--dataset-dir is missing, a folder of $store$_*_ckpt.N.gz files. Record one or fetch DQN Replay data:
-  python polyprune_dqn_atari.py --final-sparsity 0 --env-id Pong --record-dir data/Pong
-  gsutil -m cp -R gs://atari-replay-datasets/dqn/Pong/1/replay_logs data/Pong"""
+NO_DATASET = """--dataset-dir is missing, a folder of $store$_*_ckpt.N.gz files. Fetch the public ones (see the README) from
+gs://atari-replay-datasets, or record: python polyprune_dqn_atari.py --final-sparsity 0 --record-dir data/Pong"""
 
 
 def read_rows(path: Path, dtype: type, n_rows: int) -> np.ndarray:
@@ -154,14 +153,14 @@ def read_rows(path: Path, dtype: type, n_rows: int) -> np.ndarray:
         with gzip.open(path) as file:
             np.lib.format.read_magic(file)
             shape, _, found = np.lib.format.read_array_header_1_0(file)
-            if found != dtype or shape[1:] != (FRAME if path.name.startswith("$store$_observation") else ()):
-                fail(f"{path} holds {found} of shape {shape}: not a file of the DQN Replay data set")
+            if found != dtype or not shape or shape[1:] != (FRAME if "observation" in path.name else ()):
+                raise ValueError(f"it holds {found} of shape {shape}")
             rows = np.empty((min(n_rows, shape[0]), *shape[1:]), dtype)
             for block in np.array_split(rows, rows.nbytes // 10_000_000 + 1):  # 10 MB at a time
                 block[:] = np.frombuffer(file.read(block.nbytes), dtype).reshape(block.shape)
             return rows
     except (OSError, EOFError, ValueError, zlib.error) as error:
-        fail(f"{path} cannot be read: {error}")
+        raise ValueError(f"{path} cannot be used: {error}") from error
 
 
 def load_file(args: Args, number: int, n_actions: int) -> ReplayFile:
@@ -169,18 +168,14 @@ def load_file(args: Args, number: int, n_actions: int) -> ReplayFile:
     columns = [read_rows(path, dtype, args.kept_rows) for path, dtype in zip(paths, REPLAY_MEMBERS.values())]
     _, actions, _, terminals = columns
     if len({len(column) for column in columns}) > 1:
-        fail(f"{paths[0]} and its companions differ in length: {[len(column) for column in columns]} rows")
+        raise ValueError(f"{paths[0]} and its companions have {[len(column) for column in columns]} rows")
+    if not np.isin(actions, np.arange(n_actions)).all():
+        raise ValueError(f"{paths[1]} has actions from {actions.min()} to {actions.max()}, the game only {n_actions}")
     # Valid: the stack and the frame that follows are in the file, and no episode ends in the stack before its last
     # frame. Three rows of zeros come before each episode, so that its first stacks are like any other.
     valid = np.arange(STACK - 1, len(actions) - 1)
     for back in range(1, STACK):
         valid = valid[terminals[valid - back] == 0]
-    if len(valid) == 0:
-        fail(f"{paths[0]} holds no whole transition")
-    if not 0 <= actions.min() <= actions.max() < n_actions:
-        fail(
-            f"{paths[1]} has action {actions.max()}, {env_name(args.env_id)} only {n_actions} actions: another game's?"
-        )
     return ReplayFile(*columns, valid)
 
 
@@ -188,32 +183,36 @@ class ReplayData:
     """Some files of the DQN Replay data set (Agarwal et al., 2020); a thread reads the next ones meanwhile."""
 
     def __init__(self, args: Args, rng: np.random.Generator, n_actions: int):
-        self.args, self.rng, self.n_actions, self.chosen = args, rng, n_actions, []
+        self.args, self.rng, self.n_actions, self.chosen, self.reading = args, rng, n_actions, [], []
         folder = args.dataset_dir or fail(NO_DATASET)
-        self.numbers = [int(path.name.split(".")[1]) for path in sorted(folder.glob("$store$_*_ckpt.*[0-9].gz"))]
-        self.numbers = np.unique(self.numbers) if self.numbers else fail(f"no $store$_*_ckpt.N.gz file in {folder}")
+        names = " ".join(path.name for path in folder.glob("$store$_*_ckpt.*.gz"))
+        self.numbers = np.unique([int(number) for number in re.findall(r"_ckpt\.(\d+)\.gz", names)])
         for name, number in itertools.product(REPLAY_MEMBERS, self.numbers):
             if not (path := folder / f"$store$_{name}_ckpt.{number}.gz").exists():
                 fail(f"{path} is missing")
         self.reader = ThreadPoolExecutor(max_workers=1)
-        self.read_ahead()
         self.next_files()
+        self.next_files()
+        if not self.files:
+            fail(f"there is no $store$_*_ckpt.N.gz file with a whole transition in {folder}")
 
-    def read_ahead(self) -> None:
-        """Draw other files than those in memory, if there are enough."""
+    def next_files(self) -> None:
+        """Take what was read, and read the next files: not the same ones, if there are enough."""
+        try:
+            self.files = [file for file in (future.result() for future in self.reading) if len(file.valid)]
+        except ValueError as error:
+            self.reader.shutdown(wait=False, cancel_futures=True)
+            fail(str(error))
         n_files, others = min(self.args.files_in_memory, len(self.numbers)), np.setdiff1d(self.numbers, self.chosen)
         self.chosen = self.rng.choice(others if len(others) >= n_files else self.numbers, n_files, replace=False)
         self.reading = [self.reader.submit(load_file, self.args, k, self.n_actions) for k in self.chosen]
 
-    def next_files(self) -> None:
-        self.files = [future.result() for future in self.reading]
-        self.read_ahead()
-
     def sample(self, batch_size: int) -> Batch:
-        file = self.files[self.rng.integers(len(self.files))]
+        sizes = np.array([len(file.valid) for file in self.files])
+        file = self.files[self.rng.choice(len(sizes), p=sizes / sizes.sum())]
         row = self.rng.choice(file.valid, batch_size)
         frames = file.observation[row[:, None] + np.arange(1 - STACK, 2)]  # (batch, STACK + 1, 84, 84)
-        return Batch(frames, file.action[row], file.reward[row], file.terminal[row])
+        return Batch(frames, file.action[row], file.reward[row], file.terminal[row] == 1)
 
 
 # ---- Network ---------------------------------------------------------------------------------------------------------
@@ -316,7 +315,7 @@ def cql_loss(params, network: QNetwork, batch: Batch, targets: jax.Array, alpha:
 
 
 def learn(args: Args, network: QNetwork, state: AgentState, batch: Batch) -> tuple[AgentState, dict]:
-    """Alg. 1, l. 8-11 for a single network: one gradient step of DQN, under the mask."""
+    """Alg. 1, l. 8-11 for a single network: one gradient step of CQL, under the mask."""
     next_values = network.apply(state.target_params, batch.frames[:, 1:]).max(axis=1)  # (batch,)
     targets = batch.rewards + args.gamma * (1 - batch.terminals) * next_values  # l. 8
 
@@ -355,7 +354,7 @@ def greedy_actions(network: QNetwork, params, observations: np.ndarray) -> jax.A
 def evaluate(args: Args, rng: np.random.Generator, network: QNetwork, params) -> np.ndarray:
     """Returns of whole episodes, one in each environment, in the game's score."""
     env = make_env(args.env_id, args.eval_episodes, args.horizon)
-    observations, _ = env.reset(seed=args.seed)
+    observations, _ = env.reset(seed=int(rng.integers(2**30)))
     returns, playing = np.zeros(args.eval_episodes), np.ones(args.eval_episodes, bool)
     while playing.any():
         actions = np.array(greedy_actions(network, params, observations))
@@ -382,7 +381,7 @@ class Run:
             fail(f"cannot write the run folder {self.folder}: {error.strerror}; choose another --runs-dir")
         self.old_handler = signal.signal(signal.SIGINT, self.interrupt)
         self.writer, self.latest = Writer(str(self.folder)), {}
-        self.returns, self.rewards = collections.deque(maxlen=100), []  # of the last episodes, of the current one
+        self.returns, self.rewards = collections.deque(maxlen=100), []  # of the last episodes; of the current one
         self.start = self.shown = time.monotonic()
         self.clock = None  # the step and the time from which SPS counts
         print(f"{header}\nRun folder {self.folder}", flush=True)
@@ -414,13 +413,6 @@ class Run:
             for k, x in enumerate(np.ravel(value)):
                 self.writer.add_scalar(f"{tag}_{k}" if np.ndim(value) else tag, x, self.step)
 
-    def log_reward(self, reward: float, done: bool) -> None:
-        self.rewards.append(reward)
-        if done:
-            self.returns.append(sum(self.rewards))
-            self.log({"charts/episodic_return": self.returns[-1], "charts/episodic_length": len(self.rewards)})
-            self.rewards = []
-
     def sps(self) -> float:
         first_step, start = self.clock or (0, self.start)
         return (self.step - first_step) / max(time.monotonic() - start, 1e-9)
@@ -437,13 +429,11 @@ class Run:
             print(status.replace("\n", ", "), flush=True)
 
     def summarize(self, params) -> None:
-        n_weights = sum(x.size for x in jax.tree.leaves(params))
-        n_nonzero = sum(int(jnp.count_nonzero(x)) for x in jax.tree.leaves(params))
         time_taken = datetime.timedelta(seconds=int(time.monotonic() - self.start))
+        weights = np.concatenate([np.ravel(x) for x in jax.tree.leaves(params)])
         print(f"{'Interrupted' if self.stop_signal else 'Finished'} after {self.step:,} steps and {time_taken}")
-        print(
-            f"Target network: {n_nonzero:,} non-zero weights of {n_weights:,}; return of {len(self.returns)} episodes"
-        )
+        print(f"Return {np.mean(self.returns or [np.nan]):.1f}, mean of the last {len(self.returns)} episodes")
+        print(f"Target network with {np.count_nonzero(weights):,} non-zero weights of {weights.size:,}")
         print(f"tensorboard --logdir {self.args.runs_dir}")
 
 
@@ -482,10 +472,10 @@ def train(args: Args) -> Path:
                 run.log({"sparsity/network": state.sparsity})
 
             if step % args.epoch_steps == 0:
-                returns = evaluate(args, rng, network, state.target_params)
-                run.log({"eval/episodic_return": returns.mean()})
-                run.returns = returns.tolist()
-                data.next_files()
+                run.returns = evaluate(args, rng, network, state.target_params).tolist()
+                run.log({"eval/episodic_return": np.mean(run.returns)})
+                if step < args.total_timesteps:
+                    data.next_files()
             if step % LOG_PERIOD == 0:
                 run.log({"charts/SPS": run.sps(), **metrics})
     data.reader.shutdown(cancel_futures=True)

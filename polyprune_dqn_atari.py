@@ -182,10 +182,11 @@ class Recorder:
         self.folder, self.n_rows, self.n_files, self.rows, self.episode_starts = folder, n_rows, 0, [], True
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            folder_is_empty = not any(folder.iterdir())
         except OSError as error:
             fail(f"cannot write the recording {folder}: {error.strerror}; choose another --record-dir")
-        if any(folder.iterdir()):
-            fail(f"--record-dir {folder} is not empty")
+        if not folder_is_empty:
+            fail(f"--record-dir {folder} is not empty: choose another")
 
     def add(self, observations, actions, rewards, terminals, truncations) -> None:
         if self.episode_starts:
@@ -345,7 +346,7 @@ class Run:
             fail(f"cannot write the run folder {self.folder}: {error.strerror}; choose another --runs-dir")
         self.old_handler = signal.signal(signal.SIGINT, self.interrupt)
         self.writer, self.latest = Writer(str(self.folder)), {}
-        self.returns, self.rewards = collections.deque(maxlen=100), []  # of the last episodes, of the current one
+        self.returns, self.rewards = collections.deque(maxlen=100), []  # of the last episodes; of the current one
         self.start = self.shown = time.monotonic()
         self.clock = None  # the step and the time from which SPS counts
         print(f"{header}\nRun folder {self.folder}", flush=True)
@@ -377,13 +378,6 @@ class Run:
             for k, x in enumerate(np.ravel(value)):
                 self.writer.add_scalar(f"{tag}_{k}" if np.ndim(value) else tag, x, self.step)
 
-    def log_reward(self, reward: float, done: bool) -> None:
-        self.rewards.append(reward)
-        if done:
-            self.returns.append(sum(self.rewards))
-            self.log({"charts/episodic_return": self.returns[-1], "charts/episodic_length": len(self.rewards)})
-            self.rewards = []
-
     def sps(self) -> float:
         first_step, start = self.clock or (0, self.start)
         return (self.step - first_step) / max(time.monotonic() - start, 1e-9)
@@ -400,14 +394,20 @@ class Run:
             print(status.replace("\n", ", "), flush=True)
 
     def summarize(self, params) -> None:
-        n_weights = sum(x.size for x in jax.tree.leaves(params))
-        n_nonzero = sum(int(jnp.count_nonzero(x)) for x in jax.tree.leaves(params))
         time_taken = datetime.timedelta(seconds=int(time.monotonic() - self.start))
+        weights = np.concatenate([np.ravel(x) for x in jax.tree.leaves(params)])
         print(f"{'Interrupted' if self.stop_signal else 'Finished'} after {self.step:,} steps and {time_taken}")
-        print(
-            f"Target network: {n_nonzero:,} non-zero weights of {n_weights:,}; return of {len(self.returns)} episodes"
-        )
+        print(f"Return {np.mean(self.returns or [np.nan]):.1f}, mean of the last {len(self.returns)} episodes")
+        print(f"Target network with {np.count_nonzero(weights):,} non-zero weights of {weights.size:,}")
         print(f"tensorboard --logdir {self.args.runs_dir}")
+
+
+def log_reward(run: Run, reward: float, done: bool) -> None:
+    run.rewards.append(reward)
+    if done:
+        run.returns.append(sum(run.rewards))
+        run.log({"charts/episodic_return": run.returns[-1], "charts/episodic_length": len(run.rewards)})
+        run.rewards = []
 
 
 # ---- Training --------------------------------------------------------------------------------------------------------
@@ -439,7 +439,7 @@ def train(args: Args) -> Path:
             if recorder:
                 recorder.add(observations, actions, rewards, terminals, truncations)
             observations = next_observations
-            run.log_reward(rewards[0], terminals[0] or truncations[0])
+            log_reward(run, rewards[0], terminals[0] or truncations[0])
 
             if step > args.learning_starts and step % args.gradient_period == 0:  # l. 6
                 batch = memory.sample(rng, args.batch_size)  # l. 7

@@ -429,7 +429,7 @@ def test_a_short_run_of_pong_logs_everything(tmp_path):
 
     for text in ("EauDeDQN on Pong", "3 networks of", "Replay memory of 500", str(folder), "1,200/1,200 steps"):
         assert text in result.stdout
-    for text in ("Finished after 1,200 steps", "return -", "non-zero weights of", f"tensorboard --logdir {tmp_path}"):
+    for text in ("Finished after 1,200 steps", "Return -", "non-zero weights of", f"tensorboard --logdir {tmp_path}"):
         assert text in result.stdout
 
 

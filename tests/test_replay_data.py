@@ -64,6 +64,14 @@ def test_every_valid_row_and_no_other_is_sampled(tmp_path, kept_rows):
     assert seen == set(expected)
 
 
+def test_files_without_a_whole_transition_are_passed_over_and_large_ones_are_drawn_more_often(tmp_path):
+    for number, n_rows in enumerate((4, 14, 34)):  # 0, 10 and 30 valid rows
+        write_file(tmp_path, number, [(np.zeros((84, 84)), number, 0.0, False)] * n_rows)
+    data = ReplayData(Args(dataset_dir=tmp_path), np.random.default_rng(0), n_actions=3)
+    counts = np.bincount([data.sample(1).actions[0] for _ in range(4_000)])
+    np.testing.assert_allclose(counts / 4_000, [0, 0.25, 0.75], atol=0.03)
+
+
 def test_each_batch_comes_from_one_file_and_epochs_bring_others(tmp_path):
     for number in range(7):
         write_file(tmp_path, number, [(np.zeros((84, 84)), number, 0.0, False)] * 10)
@@ -99,8 +107,8 @@ def test_what_the_recorder_wrote_is_read_back_exactly(tmp_path, n_rows):
 
     read = {}
     for number in range(recorder.n_files):
-        file = load_file_or_none(tmp_path, number)
-        for i in file.valid if file else ():
+        file = load_file(Args(dataset_dir=tmp_path), number, n_actions=1_000)
+        for i in file.valid:
             action = file.action[i]
             assert action not in read
             frames = file.observation[i - 3 : i + 2]
@@ -113,13 +121,6 @@ def test_what_the_recorder_wrote_is_read_back_exactly(tmp_path, n_rows):
     if n_rows == 1_000:  # files end only with a truncation, or with the recording
         assert lost <= {199}
     assert recorder.n_files > 5
-
-
-def load_file_or_none(folder, number):
-    try:
-        return load_file(Args(dataset_dir=folder), number, n_actions=1_000)
-    except SystemExit:  # too short to hold a transition
-        return None
 
 
 def file_ends_with_an_episode(folder, number):
@@ -174,24 +175,28 @@ ROWS = logged_rows(60, seed=0)[0]
 @pytest.mark.parametrize(
     ("prepare", "message"),
     [
-        (lambda f: truncate(f), "$store$_observation_ckpt.0.gz cannot be read: Compressed file ended"),
-        (lambda f: spoil(f), "$store$_reward_ckpt.0.gz cannot be read: Not a gzipped file"),
+        (lambda f: truncate(f), "$store$_observation_ckpt.0.gz cannot be used: Compressed file ended"),
+        (lambda f: spoil(f), "$store$_reward_ckpt.0.gz cannot be used: Not a gzipped file"),
         (lambda f: (f / "$store$_terminal_ckpt.0.gz").unlink(), "$store$_terminal_ckpt.0.gz is missing"),
         (
             lambda f: write_file(f, 0, ROWS, action=np.zeros(60, np.int64)),
-            "$store$_action_ckpt.0.gz holds int64 of shape",
+            "$store$_action_ckpt.0.gz cannot be used: it holds int64 of shape",
         ),
         (
             lambda f: write_file(f, 0, ROWS, observation=np.zeros((60, 84, 80), np.uint8)),
-            "$store$_observation_ckpt.0.gz holds uint8 of shape (60, 84, 80)",
+            "$store$_observation_ckpt.0.gz cannot be used: it holds uint8 of shape (60, 84, 80)",
         ),
         (
             lambda f: write_file(f, 0, ROWS, reward=np.zeros(59, np.float32)),
-            "$store$_observation_ckpt.0.gz and its companions differ in length: [60, 60, 59, 60]",
+            "$store$_observation_ckpt.0.gz and its companions have [60, 60, 59, 60] rows",
         ),
-        (lambda f: [path.unlink() for path in f.iterdir()], "no $store$_*_ckpt.N.gz file in"),
-        (lambda f: write_file(f, 0, ROWS[:4]), "$store$_observation_ckpt.0.gz holds no whole transition"),
-        (lambda f: None, "$store$_action_ckpt.0.gz has action"),
+        (
+            lambda f: [path.unlink() for path in f.iterdir()],
+            "there is no $store$_*_ckpt.N.gz file with a whole transition in",
+        ),
+        (lambda f: write_file(f, 0, ROWS[:4]), "there is no $store$_*_ckpt.N.gz file with a whole transition in"),
+        (lambda f: write_file(f, 0, ROWS, action=np.int32(3)), "$store$_action_ckpt.0.gz cannot be used: it holds"),
+        (lambda f: write_file(f, 1, ROWS), "_ckpt.0.gz has actions from 0 to"),
     ],
 )
 def test_broken_files_get_one_message_that_names_them(tmp_path, capsys, monkeypatch, prepare, message):
