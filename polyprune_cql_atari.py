@@ -143,8 +143,9 @@ class Batch(NamedTuple):
 
 REPLAY_MEMBERS = {"observation": np.uint8, "action": np.int32, "reward": np.float32, "terminal": np.uint8}
 ReplayFile = collections.namedtuple("ReplayFile", [*REPLAY_MEMBERS, "valid"])  # valid: the rows that can be sampled
-NO_DATASET = """--dataset-dir is missing, a folder of $store$_*_ckpt.N.gz files. Fetch the public ones (see the README) from
-gs://atari-replay-datasets, or record: python polyprune_dqn_atari.py --final-sparsity 0 --record-dir data/Pong"""
+NO_DATASET = """--dataset-dir is missing, a folder of $store$_*_ckpt.N.gz files: public ones from
+gs://atari-replay-datasets (see the README), or your own from
+python polyprune_dqn_atari.py --final-sparsity 0 --env-id Pong --record-dir data/Pong"""
 
 
 def read_rows(path: Path, dtype: type, n_rows: int) -> np.ndarray:

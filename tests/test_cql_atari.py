@@ -124,26 +124,26 @@ def record_catch(folder, n_steps, share_of_random_actions):
 def catch(monkeypatch, tmp_path):
     for script in (eaudecql_atari, polyprune_cql_atari):
         monkeypatch.setattr(script, "make_env", lambda env_id, n_envs, horizon: CatchEnv(n_envs))
-    flags = dict(runs_dir=tmp_path / "runs", dataset_dir=tmp_path / "data", features=(8, 8, 8, 32), target_period=50)
+    flags = dict(runs_dir=tmp_path / "runs", dataset_dir=tmp_path / "data", features=(8, 8, 8, 64), target_period=50)
     return flags | dict(gamma=0.9, learning_rate=1e-3, eval_episodes=50)
 
 
 @BOTH
 def test_offline_learning_beats_the_policy_that_made_the_data(script, catch):
     recorded = record_catch(catch["dataset_dir"], 3_600, 0.7)
-    assert recorded < 0.5
+    assert recorded < 0
     own = (
-        dict(n_networks=3, max_speed=0.05) if script is eaudecql_atari else dict(final_sparsity=0.8, pruning_period=25)
+        dict(n_networks=3, max_speed=0.05) if script is eaudecql_atari else dict(final_sparsity=0.7, pruning_period=25)
     )
     folder = script.train(script.Args(**catch, **own, total_timesteps=1_500, epoch_steps=500))
     curves = scalars(folder)
     assert [step for step, _ in curves["eval/episodic_return"]] == [500, 1_000, 1_500]
-    assert curves["eval/episodic_return"][-1][1] > max(recorded + 0.3, 0.8)
-    assert curves["sparsity/target"][-1][1] > 0.05
+    assert curves["eval/episodic_return"][-1][1] > recorded + 0.8
+    assert max(values[-1][1] for tag, values in curves.items() if tag.startswith("sparsity/network")) > 0.05
     updates = [step for step, _ in curves["sparsity/target"]]
     assert updates == list(range(0, 1_501, 50))  # t counts gradient steps
     if script is polyprune_cql_atari:
-        assert curves["sparsity/target"][-1][1] == pytest.approx(0.8)
+        assert curves["sparsity/target"][-1][1] == pytest.approx(0.7)
 
 
 @BOTH
