@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import difflib
+import gc
 import importlib
 import itertools
 import re
@@ -26,10 +27,19 @@ SECTIONS = ["Arguments", "Environment", "Replay", "Network", "Pruning", "Agent"]
 SECTIONS += ["Learning", "Acting", "Reporting", "Training"]
 
 
+def parse(source: str) -> ast.Module:
+    """CPython 3.11 can raise a SystemError if garbage is collected in the middle of this (gh-106905)."""
+    gc.disable()
+    try:
+        return ast.parse(source)
+    finally:
+        gc.enable()
+
+
 def definitions(source: str) -> dict[str, str]:
     """Text of each top-level function, class and constant, with its decorators and comments."""
     lines, texts = source.splitlines(), {}
-    for node in ast.parse(source).body:
+    for node in parse(source).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             first = min([node.lineno, *[decorator.lineno for decorator in node.decorator_list]])
             texts[node.name] = "\n".join(lines[first - 1 : node.end_lineno])
@@ -110,7 +120,7 @@ def test_sections_come_in_the_same_order(path):
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_nothing_runs_on_import(path):
-    docstring, *body = ast.parse(path.read_text()).body
+    docstring, *body = parse(path.read_text()).body
     assert isinstance(docstring.value.value, str)
     *body, main = body
     assert ast.unparse(main).startswith("if __name__ == '__main__':\n")
@@ -128,7 +138,7 @@ def test_imports_are_declared_and_tested_versions_satisfy_the_lower_bounds(path)
     for requirement in declared:
         assert requirement.specifier.contains(tested[requirement.name]), requirement
     imported = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parse(path.read_text())):
         if isinstance(node, ast.Import):
             imported |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
