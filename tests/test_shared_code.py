@@ -8,6 +8,7 @@ import importlib
 import itertools
 import re
 import shlex
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -166,3 +167,11 @@ def test_departures_from_the_paper_are_those_of_the_readme():
     marked = {text for path in SCRIPTS for text in re.findall(r"# DIFFERS: (.*)", path.read_text())}
     section = re.search(r"^## Departures from the paper\n(.*?)^## ", README, re.MULTILINE | re.DOTALL)[1]
     assert set(re.findall(r"^\d+\. \*\*(.*?)\*\*", section, re.MULTILINE)) == marked
+
+
+def test_the_readme_counts_the_lines_that_differ():
+    counts = re.findall(r"^\| `(\w+\.py) (\w+\.py)` \| (\d+)", README, re.MULTILINE)
+    assert len(counts) == 4
+    for name, other, count in counts:
+        diff = subprocess.run(["diff", ROOT / name, ROOT / other], capture_output=True, text=True, check=False).stdout
+        assert sum(line.startswith(("<", ">")) for line in diff.splitlines()) == int(count), (name, other)
