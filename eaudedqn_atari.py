@@ -169,19 +169,27 @@ class ReplayMemory:
 
 
 # ---- Network ---------------------------------------------------------------------------------------------------------
+def xavier_uniform(key: jax.Array, shape: tuple[int, ...], dtype: type) -> jax.Array:
+    """Drawn flat, since XLA needs up to ten times as long to compile a draw with four axes: 16 s at the start."""
+    fan_in, fan_out = (math.prod(shape[:-2]) * n for n in shape[-2:])
+    limit = math.sqrt(6 / (fan_in + fan_out))
+    return jax.random.uniform(key, (math.prod(shape),), dtype, -limit, limit).reshape(shape)
+
+
 class QNetwork(nn.Module):
     features: tuple[int, ...]
     n_actions: int
 
     @nn.compact
     def __call__(self, observations: jax.Array) -> jax.Array:
-        init = nn.initializers.xavier_uniform()
         x = jnp.moveaxis(observations, 1, -1) / 255.0  # (batch, 84, 84, STACK)
         for features, kernel, stride in zip(self.features[:3], (8, 4, 3), (4, 2, 1)):
-            x = nn.relu(nn.Conv(features, (kernel, kernel), stride, kernel_init=init)(x))  # 84 -> 21 -> 11 -> 11
+            x = nn.relu(
+                nn.Conv(features, (kernel, kernel), stride, kernel_init=xavier_uniform)(x)
+            )  # 84 -> 21 -> 11 -> 11
         x = x.reshape(len(x), -1)  # (batch, 121 * features[2])
-        x = nn.relu(nn.Dense(self.features[3], kernel_init=init)(x))
-        return nn.Dense(self.n_actions, kernel_init=init)(x)  # (batch, n_actions)
+        x = nn.relu(nn.Dense(self.features[3], kernel_init=xavier_uniform)(x))
+        return nn.Dense(self.n_actions, kernel_init=xavier_uniform)(x)  # (batch, n_actions)
 
 
 # ---- Pruning ---------------------------------------------------------------------------------------------------------
@@ -421,7 +429,8 @@ class Run:
         time_taken = datetime.timedelta(seconds=int(time.monotonic() - self.start))
         weights = np.concatenate([np.ravel(x) for x in jax.tree.leaves(params)])
         print(f"{'Interrupted' if self.stop_signal else 'Finished'} after {self.step:,} steps and {time_taken}")
-        print(f"Return {np.mean(self.returns or [np.nan]):.1f}, mean of the last {len(self.returns)} episodes")
+        if self.returns:
+            print(f"Return {np.mean(self.returns):.1f}, mean of the last {len(self.returns)} episodes")
         print(f"Target network with {np.count_nonzero(weights):,} non-zero weights of {weights.size:,}")
         print(f"tensorboard --logdir {self.args.runs_dir}")
 
