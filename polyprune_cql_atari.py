@@ -232,9 +232,7 @@ class QNetwork(nn.Module):
     def __call__(self, observations: jax.Array) -> jax.Array:
         x = jnp.moveaxis(observations, 1, -1) / 255.0  # (batch, 84, 84, STACK)
         for features, kernel, stride in zip(self.features[:3], (8, 4, 3), (4, 2, 1)):
-            x = nn.relu(
-                nn.Conv(features, (kernel, kernel), stride, kernel_init=xavier_uniform)(x)
-            )  # 84 -> 21 -> 11 -> 11
+            x = nn.relu(nn.Conv(features, (kernel, kernel), stride, kernel_init=xavier_uniform)(x))  # 84, 21, 11, 11
         x = x.reshape(len(x), -1)  # (batch, 121 * features[2])
         x = nn.relu(nn.Dense(self.features[3], kernel_init=xavier_uniform)(x))
         return nn.Dense(self.n_actions, kernel_init=xavier_uniform)(x)  # (batch, n_actions)
