@@ -16,6 +16,7 @@ from common import TINY, assert_trees_equal, random_batch, record_calls, run_scr
 from reference import adam, dqn_loss, dqn_targets, finite_difference, q_values
 
 import eaudedqn_atari as script
+import polyprune_dqn_atari
 from eaudedqn_atari import Args, QNetwork
 
 
@@ -392,6 +393,19 @@ def test_seeds_decide_everything(catch, monkeypatch):
     assert curves == curves_again
     assert all((x != y).any() for x, y in zip(jax.tree.leaves(first), jax.tree.leaves(other)))
     assert curves["charts/episodic_return"] != other_curves["charts/episodic_return"]
+
+
+@pytest.mark.parametrize("script", [script, polyprune_dqn_atari], ids=["eaudedqn", "polyprune_dqn"])
+def test_the_seed_reaches_the_first_weights_and_the_game(script, monkeypatch, tmp_path):
+    starts, resets, init_agent, reset = [], [], script.init_agent, CatchEnv.reset
+    monkeypatch.setattr(script, "make_env", lambda env_id, n_envs, horizon: CatchEnv(n_envs))
+    monkeypatch.setattr(script, "init_agent", lambda *inputs: starts.append(init_agent(*inputs)) or init_agent(*inputs))
+    monkeypatch.setattr(CatchEnv, "reset", lambda env, seed: resets.append(seed) or reset(env, seed))
+    for seed in (3, 4):
+        script.train(script.Args(runs_dir=tmp_path, features=TINY, learning_starts=40, total_timesteps=41, seed=seed))
+    assert resets == [3, 4]
+    kernels = [start.params["params"]["Dense_0"]["kernel"] for start in starts]
+    assert (kernels[0] != kernels[1]).all()
 
 
 def test_run_stops_with_a_message_when_all_networks_diverge(catch, monkeypatch, capsys):
