@@ -160,7 +160,9 @@ def test_readme_shows_every_script():
 @pytest.mark.parametrize(("name", "arguments"), readme_commands())
 def test_readme_commands_parse(name, arguments):
     script = importlib.import_module(name)
-    script.check_args(tyro.cli(script.Args, args=shlex.split(arguments)))
+    args = tyro.cli(script.Args, args=shlex.split(arguments))
+    script.check_args(args)
+    assert args.env_id in arguments  # every command names its game, and it is the one that was read
 
 
 def test_departures_from_the_paper_are_those_of_the_readme():
