@@ -1,0 +1,509 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "flax>=0.12", "gymnasium[mujoco]>=1.2", "jax>=0.10", "mujoco>=3.1", "numpy>=2", "optax>=0.2.5", "rich>=14",
+#     "tensorboard>=2.20", "tyro>=1.0",
+# ]
+# ///
+"""PolyPruneSAC on MuJoCo: SAC whose critics are pruned on a hand-made schedule. Also dense SAC.
+
+The rival in Vincent et al., "Eau De Q-Network: Adaptive Distillation of Neural Networks in Deep Reinforcement
+Learning", 2025, after Obando-Ceron et al., 2024. "l. 3" is a line of its Algorithm 2 that SAC has too.
+
+    python polyprune_sac_mujoco.py --env-id HalfCheetah
+    tensorboard --logdir runs
+"""
+
+import collections
+import contextlib
+import dataclasses
+import datetime
+import difflib
+import functools
+import json
+import math
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Literal, NamedTuple, NoReturn
+
+import flax.linen as nn
+import gymnasium
+import jax
+import jax.numpy as jnp
+import mujoco
+import numpy as np
+import optax
+import tyro
+from rich.progress import BarColumn, Progress
+from tensorboard.summary import Writer
+
+LOG_STD_MIN, LOG_STD_MAX = -20, 2  # limits of the actor's logarithm of a standard deviation
+LOG_PERIOD = 1_000  # steps between two points of the curves that have a value at every step
+EVAL_SEED = 10_000  # of the first episode of every evaluation; the next ones count up
+
+
+# ---- Arguments: the defaults are the paper's -------------------------------------------------------------------------
+@dataclasses.dataclass(frozen=True)
+class Args:
+    env_id: str = "HalfCheetah"  # what to play: Pong or ALE/Pong-v5 on Atari, Ant or Ant-v5 on MuJoCo
+    seed: int = 1  # seed of everything that is random
+    total_timesteps: int = 1_000_000  # steps of the run: in the environment online, of the gradient offline [t_final]
+    runs_dir: Path = Path("runs")  # folder in which the run gets a folder of its own
+    critic_features: tuple[int, ...] = (256, 256)  # widths of the hidden layers of a critic
+    actor_features: tuple[int, ...] = (256, 256)  # widths of the hidden layers of the actor
+    final_sparsity: float = 0.95  # sparsity at the end of the schedule; 0 never prunes [s_F]
+    actor_final_sparsity: float = 0.0  # sparsity of the actor at the end of its schedule, Eq. (2); 0 never prunes it
+    pruning_power: int = 3  # steepness of the schedule, which is fastest at its start [n]
+    pruning_start: float = 0.2  # share of the run after which pruning starts [t_start]
+    pruning_end: float = 0.8  # share of the run after which the sparsity stays [t_end]
+    pruning_period: int = 1_000  # steps between two prunings [P]
+    sparsity_distribution: Literal["uniform", "erk"] = "uniform"  # same sparsity in all tensors, or Erdos-Renyi-Kernel
+    learning_starts: int = 5_000  # steps played before the first gradient step
+    buffer_size: int = 1_000_000  # transitions in the replay memory, first in, first out [D]
+    batch_size: int = 256  # transitions in a gradient step [B]
+    gamma: float = 0.99  # discount factor [gamma]
+    tau: float = 0.005  # weight of the newest in the moving averages: of the targets, of the cumulated losses [tau]
+    learning_rate: float = 1e-3  # step size of Adam
+    adam_epsilon: float = 1e-8  # epsilon of Adam
+    utd: int = 1  # gradient steps of the critics in each step of the environment [UTD]
+    policy_delay: int = 1  # steps between two gradient steps of the actor and of the temperature
+    eval_period: int = 10_000  # steps between two evaluations
+    eval_episodes: int = 10  # episodes of an evaluation, played side by side
+
+
+# Whole numbers are at least 1, others between 0 and 1, but for these limits. In a pair the first is not the smaller.
+LIMITS = {"seed": (0, 2**31 - 1), "critic_features": (1, math.inf), "actor_features": (1, math.inf)}
+LIMITS |= {"final_sparsity": (0, 0.9999), "actor_final_sparsity": (0, 0.9999)}
+PAIRS = {"pruning_end": "pruning_start", "learning_starts": "batch_size", "total_timesteps": "learning_starts"}
+
+
+def fail(message: str) -> NoReturn:
+    """A mistake of the person at the keyboard: one message, exit code 2, no traceback."""
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def check_args(args: Args) -> None:
+    for field in dataclasses.fields(args):
+        flag, value = "--" + field.name.replace("_", "-"), getattr(args, field.name)
+        limits = LIMITS.get(field.name, {int: (1, math.inf), float: (0, 1)}.get(field.type))
+        if limits and not all(limits[0] <= x <= limits[1] for x in np.ravel(value)):
+            at_most = "" if limits[1] == math.inf else f" and at most {limits[1]}"
+            fail(f"{flag} must be at least {limits[0]}{at_most}, not {value}")
+        if field.name in PAIRS and value < getattr(args, other := PAIRS[field.name]):
+            fail(f"{flag} {value} is smaller than --{other.replace('_', '-')} {getattr(args, other)}")
+
+
+# ---- Environment -----------------------------------------------------------------------------------------------------
+def env_name(env_id: str) -> str:
+    """The task's full id: `Ant-v5` for `Ant-v5`, `Ant` and `ant`. The newest version if there is none in the name."""
+    specs = sorted(gymnasium.registry.values(), key=lambda spec: spec.version or 0)
+    known = {name.lower(): spec.id for spec in specs for name in (spec.name, spec.id) if not spec.namespace}
+    if env_id.lower() not in known:
+        tasks = {spec.name.lower(): spec.name for spec in specs if "mujoco" in str(spec.entry_point)}
+        closest = [tasks[name] for name in difflib.get_close_matches(env_id.lower(), tasks, n=3, cutoff=0)]
+        fail(f"unknown MuJoCo task {env_id!r}; the closest names are {', '.join(closest)}")
+    return known[env_id.lower()]
+
+
+def make_env(env_id: str) -> gymnasium.Env:
+    """The task with its own time limit, 1,000 steps in those of the paper [H], and actions scaled to [-1, 1]."""
+    name = env_name(env_id)
+    mujoco.set_mju_user_warning(lambda message: None)  # of model files, which are Gymnasium's and not the user's
+    try:
+        env = gymnasium.make(name, disable_env_checker=True)
+    except (gymnasium.error.Error, ImportError) as error:
+        fail(f"{name} cannot be made: {error}")
+    finally:
+        mujoco.set_mju_user_warning(None)
+    spaces = env.observation_space, env.action_space
+    is_vector = [isinstance(space, gymnasium.spaces.Box) and len(space.shape) == 1 for space in spaces]
+    if not all(is_vector) or not spaces[1].is_bounded():
+        fail(f"{name} has observations {spaces[0]} and actions {spaces[1]}: both must be vectors, the actions bounded")
+    return gymnasium.wrappers.RescaleAction(env, -1.0, 1.0)
+
+
+# ---- Replay memory ---------------------------------------------------------------------------------------------------
+class Transitions(NamedTuple):
+    observations: np.ndarray  # (..., n_observations), all are float32
+    actions: np.ndarray  # (..., n_actions), from -1 to 1
+    rewards: np.ndarray  # (...)
+    next_observations: np.ndarray  # (..., n_observations)
+    terminals: np.ndarray  # (...), 1 at a terminal state, 0 also where the time limit cuts the episode
+
+
+class TransitionMemory:
+    """The last `size` transitions, first in, first out."""
+
+    def __init__(self, size: int, n_observations: int, n_actions: int):
+        shapes = (n_observations,), (n_actions,), (), (n_observations,), ()
+        self.rows = Transitions(*(np.zeros((size, *shape), np.float32) for shape in shapes))
+        self.size, self.n_added, self.nbytes = size, 0, sum(column.nbytes for column in self.rows)
+
+    def add(self, *transition) -> None:
+        for column, value in zip(self.rows, transition):
+            column[self.n_added % self.size] = value
+        self.n_added += 1
+
+    def sample(self, rng: np.random.Generator, shape: tuple[int, ...]) -> Transitions:
+        rows = rng.integers(min(self.n_added, self.size), size=shape)
+        return Transitions(*(column[rows] for column in self.rows))
+
+
+# ---- Network: actor and critic ---------------------------------------------------------------------------------------
+class Actor(nn.Module):
+    features: tuple[int, ...]
+    n_actions: int
+
+    @nn.compact
+    def __call__(self, observations: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x = observations
+        for features in self.features:
+            x = nn.relu(nn.Dense(features)(x))
+        mean, log_std = nn.Dense(self.n_actions)(x), nn.Dense(self.n_actions)(x)  # (..., n_actions)
+        return mean, jnp.clip(log_std, LOG_STD_MIN, LOG_STD_MAX)
+
+
+class Critic(nn.Module):
+    features: tuple[int, ...]
+
+    @nn.compact
+    def __call__(self, observations: jax.Array, actions: jax.Array) -> jax.Array:
+        x = jnp.concatenate([observations, actions], axis=-1)
+        for features in self.features:
+            x = nn.relu(nn.Dense(features)(x))
+        return nn.Dense(1)(x)[..., 0]  # (...,)
+
+
+def squashed_gaussian(mean: jax.Array, log_std: jax.Array, noise: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Actions tanh(mean + std * noise), where `noise` is standard normal, and the logarithm of their density."""
+    x = mean + jnp.exp(log_std) * noise
+    log_normal = -0.5 * noise**2 - log_std - 0.5 * math.log(2 * math.pi)
+    log_slope = 2 * (math.log(2) - x - nn.softplus(-2 * x))  # log(1 - tanh(x)**2), which would round to log(0)
+    return jnp.tanh(x), (log_normal - log_slope).sum(axis=-1)
+
+
+# ---- Pruning ---------------------------------------------------------------------------------------------------------
+def tensor_densities(shapes: list[tuple], sparsity: float, distribution: str) -> np.ndarray:
+    """Share of its weights that each tensor keeps."""
+    if distribution == "uniform":
+        return np.full(len(shapes), 1.0 - sparsity)
+    # Erdos-Renyi-Kernel: density in proportion to sum(shape) / prod(shape), at most 1, and `sparsity` in total.
+    sizes, sums = np.array([math.prod(shape) for shape in shapes]), np.array([sum(shape) for shape in shapes])
+    dense = np.zeros(len(shapes), bool)
+    for _ in shapes:
+        scale = ((1.0 - sparsity) * sizes.sum() - sizes[dense].sum()) / max(sums[~dense].sum(), 1)
+        dense |= scale * sums > sizes
+    return np.where(dense, 1.0, scale * sums / sizes)
+
+
+def magnitude_mask(weights: np.ndarray, density: float) -> np.ndarray:
+    """Keep the largest magnitudes, at least one; of equal ones those that come first."""
+    n_kept = max(1, round(weights.size * density))
+    magnitudes = np.abs(weights).ravel()
+    threshold = np.partition(magnitudes, -n_kept)[-n_kept]
+    mask = magnitudes > threshold
+    mask[np.flatnonzero(magnitudes == threshold)[: n_kept - mask.sum()]] = True
+    return mask.reshape(weights.shape)
+
+
+def magnitude_masks(params, sparsity: float, distribution: str):
+    """Masks of one network: True is kept. Only tensors with more than one axis are pruned, biases never."""
+    leaves, structure = jax.tree.flatten(params)
+    shapes = [leaf.shape for leaf in leaves if leaf.ndim > 1]
+    densities = iter(tensor_densities(shapes, sparsity, distribution))
+    masks = [magnitude_mask(np.asarray(x), next(densities)) if x.ndim > 1 else np.ones(x.shape, bool) for x in leaves]
+    return jax.tree.unflatten(structure, masks)
+
+
+def sparsity_of(masks) -> float:
+    """Share of zeros among the weights of one network that can be pruned."""
+    prunable = [np.asarray(mask) for mask in jax.tree.leaves(masks) if mask.ndim > 1]
+    return float(1 - sum(mask.sum() for mask in prunable) / sum(mask.size for mask in prunable))
+
+
+def polynomial_sparsity(
+    step: int, total_steps: int, final_sparsity: float, start: float, end: float, power: float
+) -> float:
+    """Eq. (2): from 0 at `start` to `final_sparsity` at `end`, both shares of `total_steps`."""
+    progress = (step - start * total_steps) / ((end - start) * total_steps or 1)
+    return final_sparsity * (1 - (1 - min(max(progress, 0.0), 1.0)) ** power)
+
+
+# ---- Agent state -----------------------------------------------------------------------------------------------------
+class AgentState(NamedTuple):
+    """All that learning changes. The two critics are the first axis of theirs."""
+
+    actor_params: dict  # (...) [phi]
+    log_temperature: jax.Array  # () [log alpha]
+    actor_opt_state: optax.OptState  # of the actor and the temperature
+    actor_masks: dict  # (...) bool, False where a weight is pruned
+    params: dict  # (2, ...), pruned weights are exactly 0 [theta]
+    target_params: dict  # (2, ...), not masked: they follow params [theta-bar]
+    opt_state: optax.OptState  # (2, ...)
+    masks: dict  # (2, ...) bool, False where a weight is pruned
+    sparsity: float  # of params [s_t]
+    key: jax.Array  # ()
+
+
+def make_optimizer(args: Args) -> optax.GradientTransformation:
+    return optax.adam(args.learning_rate, eps=args.adam_epsilon)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def init_agent(args: Args, actor: Actor, critic: Critic, key: jax.Array, observation: np.ndarray) -> AgentState:
+    key, actor_key, critic_key = jax.random.split(key, 3)
+    actor_params, log_temperature = actor.init(actor_key, observation), jnp.asarray(0.0)
+    init_critic = functools.partial(critic.init, observations=observation, actions=np.zeros(actor.n_actions))
+    params = jax.vmap(init_critic)(jax.random.split(critic_key, 2))
+    return AgentState(
+        actor_params=actor_params,
+        log_temperature=log_temperature,
+        actor_opt_state=make_optimizer(args).init((actor_params, log_temperature)),
+        actor_masks=jax.tree.map(lambda x: jnp.ones(x.shape, bool), actor_params),
+        params=params,
+        target_params=jax.tree.map(jnp.copy, params),
+        opt_state=jax.vmap(make_optimizer(args).init)(params),
+        masks=jax.tree.map(lambda x: jnp.ones(x.shape, bool), params),
+        sparsity=0.0,
+        key=key,
+    )
+
+
+# ---- Learning --------------------------------------------------------------------------------------------------------
+def soft_values(actor: Actor, critic: Critic, state: AgentState, critic_pair, observations: jax.Array, key: jax.Array):
+    """min_i Q_i(s, a) - alpha log pi(a | s) for a drawn action a in each state s, and log pi(a | s); both (batch,)."""
+    mean, log_std = actor.apply(state.actor_params, observations)
+    actions, log_probs = squashed_gaussian(mean, log_std, jax.random.normal(key, mean.shape))
+    q_values = jax.vmap(critic.apply, in_axes=(0, None, None))(critic_pair, observations, actions)  # (2, batch)
+    return q_values.min(axis=0) - jnp.exp(state.log_temperature) * log_probs, log_probs
+
+
+def learn_critics(args: Args, actor: Actor, critic: Critic, state: AgentState, batch: Transitions, key: jax.Array):
+    """Alg. 2, l. 6-9: one gradient step of both critics, under their masks."""
+    next_values, _ = soft_values(actor, critic, state, state.target_params, batch.next_observations, key)
+    targets = batch.rewards + args.gamma * (1 - batch.terminals) * next_values  # l. 6
+
+    def td_loss(params):
+        q_values = critic.apply(params, batch.observations, batch.actions)  # (batch,)
+        # DIFFERS: the mean over the batch; Algorithm 1 writes the sum.
+        return jnp.mean((targets - q_values) ** 2), jnp.mean(q_values)
+
+    (losses, q_values), grads = jax.vmap(jax.value_and_grad(td_loss, has_aux=True))(state.params)  # l. 7-8
+    updates, opt_state = jax.vmap(make_optimizer(args).update)(grads, state.opt_state)  # l. 9
+    params = optax.apply_updates(state.params, updates)
+    params = jax.tree.map(jnp.multiply, params, state.masks)  # what was pruned stays pruned
+    target_params = optax.incremental_update(params, state.target_params, args.tau)
+    state = state._replace(params=params, target_params=target_params, opt_state=opt_state)
+    return state, {"losses/qf_loss": losses.mean(), "losses/qf_values": q_values.mean()}
+
+
+def learn_actor(args: Args, actor: Actor, critic: Critic, state: AgentState, critic_pair, observations, key):
+    """Alg. 2, l. 12: one gradient step of the actor, and of the temperature towards an entropy of -n_actions."""
+
+    def actor_loss(actor_params):
+        new_state = state._replace(actor_params=actor_params)
+        values, log_probs = soft_values(actor, critic, new_state, critic_pair, observations, key)
+        return -jnp.mean(values), -jnp.mean(log_probs)
+
+    (loss, entropy), actor_grads = jax.value_and_grad(actor_loss, has_aux=True)(state.actor_params)
+    grads = actor_grads, entropy + actor.n_actions  # the latter of log_temperature * (entropy - target entropy)
+    updates, actor_opt_state = make_optimizer(args).update(grads, state.actor_opt_state)
+    actor_params, log_temperature = optax.apply_updates((state.actor_params, state.log_temperature), updates)
+    actor_params = jax.tree.map(jnp.multiply, actor_params, state.actor_masks)
+    metrics = {"losses/actor_loss": loss, "losses/entropy": entropy, "losses/alpha": jnp.exp(state.log_temperature)}
+    state = state._replace(actor_params=actor_params, log_temperature=log_temperature, actor_opt_state=actor_opt_state)
+    return state, metrics
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 5), donate_argnums=3)
+def learn(args: Args, actor: Actor, critic: Critic, state: AgentState, batches: Transitions, with_actor: bool):
+    """Alg. 2, l. 4-12. `batches` is (utd, batch, ...); the actor learns from the last."""
+    key, actor_key, *critic_keys = jax.random.split(state.key, 2 + args.utd)
+    for i in range(args.utd):
+        batch = jax.tree.map(lambda x, i=i: x[i], batches)
+        state, metrics = learn_critics(args, actor, critic, state, batch, critic_keys[i])
+    if with_actor:
+        state, actor_metrics = learn_actor(args, actor, critic, state, state.params, batch.observations, actor_key)
+        metrics |= actor_metrics
+    return state._replace(key=key), metrics
+
+
+def prune_critics(args: Args, state: AgentState, step: int) -> AgentState:
+    """The masks for the sparsity of Eq. (2). The optimizers go on as they are, and the targets follow."""
+    schedule = args.final_sparsity, args.pruning_start, args.pruning_end, args.pruning_power
+    sparsity = polynomial_sparsity(step, args.total_timesteps, *schedule)
+    params = [jax.tree.map(lambda x, i=i: x[i], jax.device_get(state.params)) for i in range(2)]
+    masks = [magnitude_masks(x, sparsity, args.sparsity_distribution) for x in params]
+    masks = jax.tree.map(lambda *x: np.stack(x), *masks)
+    return state._replace(params=jax.tree.map(jnp.multiply, state.params, masks), masks=masks, sparsity=sparsity)
+
+
+def prune_actor(args: Args, state: AgentState, step: int) -> AgentState:
+    """The mask for the sparsity of Eq. (2). The optimizer goes on as it is."""
+    schedule = args.actor_final_sparsity, args.pruning_start, args.pruning_end, args.pruning_power
+    sparsity = polynomial_sparsity(step, args.total_timesteps, *schedule)
+    masks = magnitude_masks(jax.device_get(state.actor_params), sparsity, args.sparsity_distribution)
+    return state._replace(actor_params=jax.tree.map(jnp.multiply, state.actor_params, masks), actor_masks=masks)
+
+
+# ---- Acting ----------------------------------------------------------------------------------------------------------
+@functools.partial(jax.jit, static_argnums=0)
+def policy_actions(actor: Actor, params, observations: np.ndarray, noise: np.ndarray | float) -> jax.Array:
+    """Without noise, the deterministic policy."""
+    return squashed_gaussian(*actor.apply(params, observations), noise)[0]
+
+
+def evaluate_actor(envs: list[gymnasium.Env], actor: Actor, params) -> np.ndarray:
+    """Returns of one deterministic episode in each environment, which starts as in every evaluation."""
+    observations = np.stack([env.reset(seed=EVAL_SEED + i)[0] for i, env in enumerate(envs)])
+    returns, playing = np.zeros(len(envs)), np.ones(len(envs), bool)
+    while playing.any():
+        actions = np.asarray(policy_actions(actor, params, observations, 0.0))
+        for i in np.flatnonzero(playing):
+            observations[i], reward, terminal, truncation, _ = envs[i].step(actions[i])
+            returns[i] += reward
+            playing[i] = not (terminal or truncation)
+    return returns
+
+
+# ---- Reporting: run folder, TensorBoard, screen ----------------------------------------------------------------------
+class Run:
+    """A run as a person sees it: its folder, its TensorBoard curves and its progress on the screen."""
+
+    def __init__(self, args: Args, header: str):
+        self.args, self.step, self.stop_signal = args, 0, None
+        run_name = f"{env_name(args.env_id)}__{Path(__file__).stem}__{args.seed}__{time.time():.3f}"
+        self.folder = args.runs_dir / run_name
+        try:
+            self.folder.mkdir(parents=True)
+            (self.folder / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=2, default=str))
+        except OSError as error:
+            fail(f"cannot write the run folder {self.folder}: {error.strerror}; choose another --runs-dir")
+        self.old_handler = signal.signal(signal.SIGINT, self.interrupt)
+        self.writer, self.latest = Writer(str(self.folder)), {}
+        self.returns, self.rewards = collections.deque(maxlen=100), []  # of the last episodes; of the current one
+        self.start = self.shown = time.monotonic()
+        self.clock = None  # the step and the time from which SPS counts
+        print(f"{header}\nRun folder {self.folder}", flush=True)
+        self.progress = Progress(BarColumn(bar_width=20), "{task.description}", disable=not sys.stdout.isatty())
+        self.task = self.progress.add_task("", total=args.total_timesteps)
+        self.progress.start()
+
+    def interrupt(self, signum: int, _) -> None:
+        self.stop_signal = signum  # the run ends after its current step
+        signal.signal(signum, self.old_handler)  # a second Ctrl-C ends it at once
+
+    def close(self) -> None:
+        self.progress.stop()
+        self.writer.close()
+        signal.signal(signal.SIGINT, self.old_handler)
+
+    def steps(self, stride: int = 1):
+        while self.step < self.args.total_timesteps and not self.stop_signal:
+            self.step += stride
+            yield self.step
+            if time.monotonic() - self.shown > (30 if self.progress.disable else 0.5):  # seconds
+                self.show()
+        self.show()
+
+    def log(self, scalars: dict) -> None:
+        """A number gives one curve, a vector gives `tag_0`, `tag_1`, ..."""
+        for tag, value in scalars.items():
+            self.latest[tag] = np.array(value)  # a copy: the next update reuses the memory of the state
+            for k, x in enumerate(np.ravel(value)):
+                self.writer.add_scalar(f"{tag}_{k}" if np.ndim(value) else tag, x, self.step)
+
+    def sps(self) -> float:
+        first_step, start = self.clock or (0, self.start)
+        return (self.step - first_step) / max(time.monotonic() - start, 1e-9)
+
+    def show(self) -> None:
+        self.shown, seconds_left = time.monotonic(), (self.args.total_timesteps - self.step) / max(self.sps(), 1e-3)
+        time_left = datetime.timedelta(seconds=int(seconds_left))
+        status = f"{self.step:,}/{self.args.total_timesteps:,} steps, {self.sps():,.0f} SPS, {time_left} left\n"
+        status += f"return {np.mean(self.returns):.1f}" if self.returns else "return -"
+        for name, tag in (("sparsity", "sparsity/target"), ("epsilon", "charts/epsilon")):
+            status += f", {name} {self.latest[tag]:.3f}" if tag in self.latest else ""
+        self.progress.update(self.task, completed=self.step, description=status)
+        if self.progress.disable:
+            print(status.replace("\n", ", "), flush=True)
+
+    def summarize(self, params) -> None:
+        time_taken = datetime.timedelta(seconds=int(time.monotonic() - self.start))
+        weights = np.concatenate([np.ravel(x) for x in jax.tree.leaves(params)])
+        print(f"{'Interrupted' if self.stop_signal else 'Finished'} after {self.step:,} steps and {time_taken}")
+        if self.returns:
+            print(f"Return {np.mean(self.returns):.1f}, mean of the last {len(self.returns)} episodes")
+        print(f"Target network with {np.count_nonzero(weights):,} non-zero weights of {weights.size:,}")
+        print(f"tensorboard --logdir {self.args.runs_dir}")
+
+
+def log_reward(run: Run, reward: float, done: bool) -> None:
+    run.rewards.append(reward)
+    if done:
+        run.returns.append(sum(run.rewards))
+        run.log({"charts/episodic_return": run.returns[-1], "charts/episodic_length": len(run.rewards)})
+        run.rewards = []
+
+
+# ---- Training --------------------------------------------------------------------------------------------------------
+def train(args: Args) -> Path:
+    check_args(args)
+    rng = np.random.default_rng(args.seed)
+    env, *eval_envs = [make_env(args.env_id) for _ in range(1 + args.eval_episodes)]
+    (n_observations,), (n_actions,) = env.observation_space.shape, env.action_space.shape
+    actor, critic = Actor(args.actor_features, n_actions), Critic(args.critic_features)
+    observation, metrics = env.reset(seed=int(rng.integers(2**31)))[0], {}
+    state = init_agent(args, actor, critic, jax.random.key(args.seed), observation)  # Alg. 2, l. 1
+    memory = TransitionMemory(args.buffer_size, n_observations, n_actions)
+    n_weights = sum(x[0].size for x in jax.tree.leaves(state.params))
+    header = (
+        f"PolyPruneSAC on {env_name(args.env_id)}, seed {args.seed}, on the {jax.default_backend().upper()}\n"
+        f"2 critics of {n_weights:,} parameters\n"
+        f"Replay memory of {args.buffer_size:,} transitions, {memory.nbytes / 1e9:.2f} GB when full"
+    )
+    with contextlib.closing(Run(args, header)) as run:
+        run.log({"sparsity/target": 0.0})
+        for step in run.steps():  # l. 2
+            if step <= args.learning_starts:
+                action = rng.uniform(-1, 1, n_actions)
+            else:
+                noise = rng.standard_normal(n_actions)
+                action = np.asarray(policy_actions(actor, state.actor_params, observation, noise))  # l. 3
+                # DIFFERS: an update samples before the newest transition is added: the simulator runs at the same time.
+                batches = memory.sample(rng, (args.utd, args.batch_size))  # l. 5
+                with_actor = step % args.policy_delay == 0
+                state, new_metrics = learn(args, actor, critic, state, batches, with_actor)  # l. 4-12, does not wait
+                metrics |= new_metrics
+                run.clock = run.clock or (step, time.monotonic())  # SPS counts from the first update, which compiles
+            next_observation, reward, terminal, truncation, _ = env.step(action)
+            memory.add(observation, action, reward, next_observation, terminal)
+            log_reward(run, reward, done := terminal or truncation)
+            observation = env.reset(seed=int(rng.integers(2**31)))[0] if done else next_observation
+            if not np.isfinite(metrics.get("losses/qf_loss", 0)):
+                fail(f"a critic has diverged at step {step}; try a lower --learning-rate")
+
+            if step % args.pruning_period == 0:
+                state = prune_critics(args, state, step)
+                run.log({"sparsity/target": state.sparsity})
+            if step % args.pruning_period == 0 and args.actor_final_sparsity:
+                state = prune_actor(args, state, step)
+                run.log({"sparsity/actor": sparsity_of(state.actor_masks)})
+
+            if step % args.eval_period == 0:
+                returns = evaluate_actor(eval_envs, actor, state.actor_params)
+                run.log({"eval/episodic_return": returns.mean()})
+                run.progress.print(f"Evaluation after {step:,} steps: {returns.mean():.1f}")
+            if step % LOG_PERIOD == 0:
+                run.log({"charts/SPS": run.sps(), **metrics})
+    run.summarize(state.params)
+    if run.stop_signal:
+        sys.exit(128 + run.stop_signal)
+    return run.folder
+
+
+if __name__ == "__main__":
+    train(tyro.cli(Args, description=__doc__))
