@@ -429,7 +429,7 @@ class Run:
         print(f"{'Interrupted' if self.stop_signal else 'Finished'} after {self.step:,} steps and {time_taken}")
         if self.returns:
             print(f"Return {np.mean(self.returns):.1f}, mean of the last {len(self.returns)} episodes")
-        print(f"Target network with {np.count_nonzero(weights):,} non-zero weights of {weights.size:,}")
+        print(f"Target with {np.count_nonzero(weights):,} non-zero weights of {weights.size:,}")
         print(f"tensorboard --logdir {self.args.runs_dir}")
 
 

@@ -126,7 +126,7 @@ def make_env(env_id: str) -> gymnasium.Env:
     is_vector = [isinstance(space, gymnasium.spaces.Box) and len(space.shape) == 1 for space in spaces]
     if not all(is_vector) or not spaces[1].is_bounded():
         fail(f"{name} has observations {spaces[0]} and actions {spaces[1]}: both must be vectors, the actions bounded")
-    return gymnasium.wrappers.RescaleAction(env, -1.0, 1.0)
+    return gymnasium.wrappers.RescaleAction(env, np.float32(-1), np.float32(1))  # plain floats draw a warning
 
 
 # ---- Replay memory ---------------------------------------------------------------------------------------------------
@@ -271,7 +271,6 @@ class AgentState(NamedTuple):
     cumulated_losses: jax.Array  # (2, K), moving average since the last tournament [L_k]
     sparsities: jax.Array  # (2, K) [s_t]
     target_idx: jax.Array  # (2,), the networks whose targets make the shared target [psi]
-    key: jax.Array  # ()
 
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
@@ -285,7 +284,7 @@ def network_at(stacked, idx: int):
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def init_agent(args: Args, actor: Actor, critic: Critic, key: jax.Array, observation: np.ndarray) -> AgentState:
-    key, actor_key, critic_key = jax.random.split(key, 3)
+    actor_key, critic_key = jax.random.split(key)
     actor_params, log_temperature = actor.init(actor_key, observation), jnp.asarray(0.0)
     init_critic = functools.partial(critic.init, observations=observation, actions=np.zeros(actor.n_actions))
     params = jax.vmap(jax.vmap(init_critic))(jax.random.split(critic_key, (2, args.n_networks)))
@@ -301,7 +300,6 @@ def init_agent(args: Args, actor: Actor, critic: Critic, key: jax.Array, observa
         cumulated_losses=jnp.zeros((2, args.n_networks)),
         sparsities=jnp.zeros((2, args.n_networks)),
         target_idx=jnp.zeros(2, int),
-        key=key,
     )
 
 
@@ -356,10 +354,11 @@ def learn_actor(args: Args, actor: Actor, critic: Critic, state: AgentState, cri
     return state, metrics
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 5), donate_argnums=3)
-def learn(args: Args, actor: Actor, critic: Critic, state: AgentState, batches: Transitions, with_actor: bool):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 6), donate_argnums=3)
+def learn(args: Args, actor: Actor, critic: Critic, state: AgentState, batches: Transitions, step, with_actor: bool):
     """Alg. 2, l. 4-12. `batches` is (utd, batch, ...); the actor learns from the last."""
-    key, choice_key, actor_key, *critic_keys = jax.random.split(state.key, 3 + args.utd)
+    key = jax.random.fold_in(jax.random.key(args.seed), step)
+    choice_key, actor_key, *critic_keys = jax.random.split(key, 2 + args.utd)
     for i in range(args.utd):
         batch = jax.tree.map(lambda x, i=i: x[i], batches)
         state, metrics = learn_critics(args, actor, critic, state, batch, critic_keys[i])
@@ -368,7 +367,7 @@ def learn(args: Args, actor: Actor, critic: Critic, state: AgentState, batches: 
         critic_pair = network_at(state.params, (jnp.arange(2), behaviour_idx))  # (2, ...)
         state, actor_metrics = learn_actor(args, actor, critic, state, critic_pair, batch.observations, actor_key)
         metrics |= actor_metrics
-    return state._replace(key=key), metrics
+    return state, metrics
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -489,7 +488,7 @@ class Run:
         print(f"{'Interrupted' if self.stop_signal else 'Finished'} after {self.step:,} steps and {time_taken}")
         if self.returns:
             print(f"Return {np.mean(self.returns):.1f}, mean of the last {len(self.returns)} episodes")
-        print(f"Target network with {np.count_nonzero(weights):,} non-zero weights of {weights.size:,}")
+        print(f"Target with {np.count_nonzero(weights):,} non-zero weights of {weights.size:,}")
         print(f"tensorboard --logdir {self.args.runs_dir}")
 
 
@@ -528,7 +527,7 @@ def train(args: Args) -> Path:
                 # DIFFERS: an update samples before the newest transition is added: the simulator runs at the same time.
                 batches = memory.sample(rng, (args.utd, args.batch_size))  # l. 5
                 with_actor = step % args.policy_delay == 0
-                state, new_metrics = learn(args, actor, critic, state, batches, with_actor)  # l. 4-12, does not wait
+                state, new_metrics = learn(args, actor, critic, state, batches, step, with_actor)  # l. 4-12, no waiting
                 metrics |= new_metrics
                 run.clock = run.clock or (step, time.monotonic())  # SPS counts from the first update, which compiles
             next_observation, reward, terminal, truncation, _ = env.step(action)

@@ -122,7 +122,7 @@ def make_env(env_id: str) -> gymnasium.Env:
     is_vector = [isinstance(space, gymnasium.spaces.Box) and len(space.shape) == 1 for space in spaces]
     if not all(is_vector) or not spaces[1].is_bounded():
         fail(f"{name} has observations {spaces[0]} and actions {spaces[1]}: both must be vectors, the actions bounded")
-    return gymnasium.wrappers.RescaleAction(env, -1.0, 1.0)
+    return gymnasium.wrappers.RescaleAction(env, np.float32(-1), np.float32(1))  # plain floats draw a warning
 
 
 # ---- Replay memory ---------------------------------------------------------------------------------------------------
@@ -245,7 +245,6 @@ class AgentState(NamedTuple):
     opt_state: optax.OptState  # (2, ...)
     masks: dict  # (2, ...) bool, False where a weight is pruned
     sparsity: float  # of params [s_t]
-    key: jax.Array  # ()
 
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
@@ -254,7 +253,7 @@ def make_optimizer(args: Args) -> optax.GradientTransformation:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def init_agent(args: Args, actor: Actor, critic: Critic, key: jax.Array, observation: np.ndarray) -> AgentState:
-    key, actor_key, critic_key = jax.random.split(key, 3)
+    actor_key, critic_key = jax.random.split(key)
     actor_params, log_temperature = actor.init(actor_key, observation), jnp.asarray(0.0)
     init_critic = functools.partial(critic.init, observations=observation, actions=np.zeros(actor.n_actions))
     params = jax.vmap(init_critic)(jax.random.split(critic_key, 2))
@@ -268,7 +267,6 @@ def init_agent(args: Args, actor: Actor, critic: Critic, key: jax.Array, observa
         opt_state=jax.vmap(make_optimizer(args).init)(params),
         masks=jax.tree.map(lambda x: jnp.ones(x.shape, bool), params),
         sparsity=0.0,
-        key=key,
     )
 
 
@@ -318,17 +316,18 @@ def learn_actor(args: Args, actor: Actor, critic: Critic, state: AgentState, cri
     return state, metrics
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 5), donate_argnums=3)
-def learn(args: Args, actor: Actor, critic: Critic, state: AgentState, batches: Transitions, with_actor: bool):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 6), donate_argnums=3)
+def learn(args: Args, actor: Actor, critic: Critic, state: AgentState, batches: Transitions, step, with_actor: bool):
     """Alg. 2, l. 4-12. `batches` is (utd, batch, ...); the actor learns from the last."""
-    key, actor_key, *critic_keys = jax.random.split(state.key, 2 + args.utd)
+    key = jax.random.fold_in(jax.random.key(args.seed), step)
+    actor_key, *critic_keys = jax.random.split(key, 1 + args.utd)
     for i in range(args.utd):
         batch = jax.tree.map(lambda x, i=i: x[i], batches)
         state, metrics = learn_critics(args, actor, critic, state, batch, critic_keys[i])
     if with_actor:
         state, actor_metrics = learn_actor(args, actor, critic, state, state.params, batch.observations, actor_key)
         metrics |= actor_metrics
-    return state._replace(key=key), metrics
+    return state, metrics
 
 
 def prune_critics(args: Args, state: AgentState, step: int) -> AgentState:
@@ -437,7 +436,7 @@ class Run:
         print(f"{'Interrupted' if self.stop_signal else 'Finished'} after {self.step:,} steps and {time_taken}")
         if self.returns:
             print(f"Return {np.mean(self.returns):.1f}, mean of the last {len(self.returns)} episodes")
-        print(f"Target network with {np.count_nonzero(weights):,} non-zero weights of {weights.size:,}")
+        print(f"Target with {np.count_nonzero(weights):,} non-zero weights of {weights.size:,}")
         print(f"tensorboard --logdir {self.args.runs_dir}")
 
 
@@ -476,7 +475,7 @@ def train(args: Args) -> Path:
                 # DIFFERS: an update samples before the newest transition is added: the simulator runs at the same time.
                 batches = memory.sample(rng, (args.utd, args.batch_size))  # l. 5
                 with_actor = step % args.policy_delay == 0
-                state, new_metrics = learn(args, actor, critic, state, batches, with_actor)  # l. 4-12, does not wait
+                state, new_metrics = learn(args, actor, critic, state, batches, step, with_actor)  # l. 4-12, no waiting
                 metrics |= new_metrics
                 run.clock = run.clock or (step, time.monotonic())  # SPS counts from the first update, which compiles
             next_observation, reward, terminal, truncation, _ = env.step(action)

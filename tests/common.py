@@ -47,8 +47,9 @@ def record_calls(script, monkeypatch, names):
 
     for name in names:
         monkeypatch.setattr(script, name, recorder(name, getattr(script, name)))
-    memory = script.ReplayMemory
-    monkeypatch.setattr(script, "ReplayMemory", lambda size: memories.append(memory(size)) or memories[-1])
+    name = "ReplayMemory" if hasattr(script, "ReplayMemory") else "TransitionMemory"
+    memory = getattr(script, name)
+    monkeypatch.setattr(script, name, lambda *inputs: memories.append(memory(*inputs)) or memories[-1])
     return calls
 
 

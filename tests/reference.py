@@ -60,3 +60,88 @@ def adam(gradients, learning_rate, epsilon):
         first, second = 0.9 * first + 0.1 * gradient, 0.999 * second + 0.001 * gradient**2
     n = len(gradients)
     return -learning_rate * (first / (1 - 0.9**n)) / (np.sqrt(second / (1 - 0.999**n)) + epsilon)
+
+
+# ---- SAC: values, losses and their gradients by hand, for trees of flax's Dense layers ----
+
+
+def forward(layers, x):
+    """Activations of Dense layers with ReLU between them; the last is the output."""
+    activations = [np.float64(x)]
+    for i, layer in enumerate(layers):
+        x = activations[-1] @ np.float64(layer["kernel"]) + np.float64(layer["bias"])
+        activations.append(x if i == len(layers) - 1 else np.maximum(x, 0))
+    return activations
+
+
+def backward(layers, activations, slopes):
+    """Gradients of the layers and of the input, where `slopes` are those of the output."""
+    gradients = []
+    for i, layer in reversed(list(enumerate(layers))):
+        gradients.insert(0, {"kernel": activations[i].T @ slopes, "bias": slopes.sum(axis=0)})
+        slopes = slopes @ np.float64(layer["kernel"]).T
+        slopes = slopes * (activations[i] > 0) if i else slopes
+    return gradients, slopes
+
+
+def dense_layers(params):
+    return [params["params"][f"Dense_{i}"] for i in range(len(params["params"]))]
+
+
+def dense_tree(layers):
+    return {"params": {f"Dense_{i}": layer for i, layer in enumerate(layers)}}
+
+
+def critic_values(params, observations, actions):
+    return forward(dense_layers(params), np.concatenate([observations, actions], axis=1))[-1][:, 0]
+
+
+def critic_gradients(params, observations, actions, targets):
+    """Loss of one critic, mean of (y - Q(s, a))^2, and its gradients."""
+    layers = dense_layers(params)
+    activations = forward(layers, np.concatenate([observations, actions], axis=1))
+    errors = activations[-1][:, 0] - targets
+    return np.mean(errors**2), dense_tree(backward(layers, activations, 2 * errors[:, None] / len(errors))[0])
+
+
+def policy(params, observations, noise):
+    """Actions and log-probabilities of a tanh Gaussian, from the change of variables."""
+    *hidden, mean_layer, log_std_layer = dense_layers(params)
+    mean = forward([*hidden, mean_layer], observations)[-1]
+    log_std = np.clip(forward([*hidden, log_std_layer], observations)[-1], -20, 2)
+    actions = np.tanh(mean + np.exp(log_std) * noise)
+    densities = np.exp(-(noise**2) / 2) / np.sqrt(2 * np.pi) / np.exp(log_std) / (1 - actions**2)
+    return actions, np.log(densities).sum(axis=1)
+
+
+def sac_targets(actor, critics, batch, noise, temperature, gamma):
+    """y = r + gamma (min Q(s', a') - alpha log pi(a' | s')), where `critics` are the two chosen targets."""
+    actions, log_probs = policy(actor, batch.next_observations, noise)
+    values = np.min([critic_values(critic, batch.next_observations, actions) for critic in critics], axis=0)
+    return batch.rewards + gamma * np.where(batch.terminals, 0, values - temperature * log_probs)
+
+
+def actor_gradients(actor, critics, observations, noise, temperature):
+    """Loss of the actor, mean of alpha log pi(a | s) - min Q(s, a), its gradients, and the entropy."""
+    *hidden, mean_layer, log_std_layer = dense_layers(actor)
+    actions, log_probs = policy(actor, observations, noise)
+    inputs = np.concatenate([observations, actions], axis=1)
+    values = np.array([critic_values(critic, observations, actions) for critic in critics])
+    q_slopes = np.zeros_like(actions)
+    for i, critic in enumerate(critics):
+        layers = dense_layers(critic)
+        slopes = (values.argmin(axis=0) == i)[:, None].astype(float)
+        q_slopes += backward(layers, forward(layers, inputs), slopes)[1][:, -actions.shape[1] :]
+
+    activations = forward(hidden + [log_std_layer], observations)
+    log_std = activations[-1]
+    clipped = (log_std < -20) | (log_std > 2)
+    std = np.exp(np.clip(log_std, -20, 2))
+    # log pi falls with log(1 - tanh(x)^2), whose slope is -2 tanh(x), and directly with log std.
+    x_slopes = (temperature * 2 * actions - q_slopes * (1 - actions**2)) / len(actions)
+    std_slopes = np.where(clipped, 0, x_slopes * std * noise - temperature / len(actions))
+    by_mean, _ = backward([*hidden, mean_layer], [*activations[:-1], None], x_slopes)
+    by_std, _ = backward([*hidden, log_std_layer], activations, std_slopes)
+    both = [{name: by_mean[i][name] + by_std[i][name] for name in ("kernel", "bias")} for i in range(len(hidden))]
+    loss = np.mean(temperature * log_probs - values.min(axis=0))
+    return loss, dense_tree([*both, by_mean[-1], by_std[-1]]), -np.mean(log_probs)
