@@ -655,6 +655,19 @@ def test_run_stops_with_a_message_when_critics_diverge(script, short, monkeypatc
     assert "diverged at step 41; try a lower --learning-rate" in capsys.readouterr().err
 
 
+@SCRIPTS
+def test_the_pendulum_is_balanced_by_pruned_and_by_dense_critics(script, tmp_path):
+    features = dict(critic_features=(128, 128), actor_features=(128, 128))
+    flags = dict(env_id="InvertedPendulum", runs_dir=tmp_path, total_timesteps=4_000, learning_starts=300)
+    flags |= dict(utd=4, batch_size=128, learning_rate=3e-3, eval_period=500, **features)
+    flags |= dict(n_networks=3, tournament_size=2, pruning_period=200) if script is eaude else dict(final_sparsity=0.0)
+    curves = scalars(script.train(script.Args(**flags)))
+    returns = [value for _, value in curves["eval/episodic_return"]]
+    assert returns[0] < 200
+    assert max(returns) > 900
+    assert (curves["sparsity/target"][-1][1] > 0.03) == (script is eaude)
+
+
 PENDULUM = "--env-id InvertedPendulum --total-timesteps 1500 --learning-starts 500 --pruning-period 100 --batch-size 32"
 PENDULUM += " --critic-features 16 16 --actor-features 16 16 --eval-period 500 --eval-episodes 3"
 
