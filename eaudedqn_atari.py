@@ -274,8 +274,8 @@ def make_optimizer(args: Args) -> optax.GradientTransformation:
     return optax.adam(args.learning_rate, eps=args.adam_epsilon)
 
 
-def network_at(stacked, idx: int):
-    """One network's tree out of the population's."""
+def network_at(stacked, idx):
+    """What is at `idx` in all tensors of a tree: one network of a population, or one of each critic's."""
     return jax.tree.map(lambda x: x[idx], stacked)
 
 
@@ -306,7 +306,7 @@ def map_networks(function, params):
 def td_loss(params, network: QNetwork, batch: Batch, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
     q_values = network.apply(params, batch.frames[:, :-1])  # (batch, n_actions)
     q_values = jnp.take_along_axis(q_values, batch.actions[:, None], axis=1)[:, 0]  # (batch,)
-    # DIFFERS: the mean over the batch; Algorithm 1 writes the sum.
+    # DIFFERS: the mean over the batch; the paper's algorithms write the sum.
     return jnp.mean((targets - q_values) ** 2), jnp.mean(q_values)
 
 

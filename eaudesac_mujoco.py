@@ -59,8 +59,8 @@ class Args:
     max_speed: float = 0.01  # largest share of the remaining weights that one pruning removes [S_max]
     actor_final_sparsity: float = 0.0  # sparsity of the actor at the end of its schedule, Eq. (2); 0 never prunes it
     pruning_power: int = 3  # steepness of the schedule, which is fastest at its start [n]
-    pruning_start: float = 0.2  # share of the run after which pruning starts [t_start]
-    pruning_end: float = 0.8  # share of the run after which the sparsity stays [t_end]
+    pruning_start: float = 0.2  # share of the run at which the schedule of Eq. (2) starts [t_start]
+    pruning_end: float = 0.8  # share of the run at which it ends, and the sparsity stays [t_end]
     pruning_period: int = 1_000  # steps between two prunings [P]
     sparsity_distribution: Literal["uniform", "erk"] = "uniform"  # same sparsity in all tensors, or Erdos-Renyi-Kernel
     learning_starts: int = 5_000  # steps played before the first gradient step
@@ -77,7 +77,7 @@ class Args:
 
 
 # Whole numbers are at least 1, others between 0 and 1, but for these limits. In a pair the first is not the smaller.
-LIMITS = {"seed": (0, 2**31 - 1), "critic_features": (1, math.inf), "actor_features": (1, math.inf)}
+LIMITS = {"seed": (0, 2**31 - 1), "critic_features": (1, math.inf), "actor_features": (1, math.inf), "tau": (1e-6, 1)}
 LIMITS |= {"max_noise": (0, 1e9), "actor_final_sparsity": (0, 0.9999)}
 PAIRS = {"n_networks": "tournament_size", "pruning_end": "pruning_start", "learning_starts": "batch_size"}
 PAIRS["total_timesteps"] = "learning_starts"
@@ -277,8 +277,8 @@ def make_optimizer(args: Args) -> optax.GradientTransformation:
     return optax.adam(args.learning_rate, eps=args.adam_epsilon)
 
 
-def network_at(stacked, idx: int):
-    """One network's tree out of the population's."""
+def network_at(stacked, idx):
+    """What is at `idx` in all tensors of a tree: one network of a population, or one of each critic's."""
     return jax.tree.map(lambda x: x[idx], stacked)
 
 
@@ -320,7 +320,7 @@ def learn_critics(args: Args, actor: Actor, critic: Critic, state: AgentState, b
 
     def td_loss(params):
         q_values = critic.apply(params, batch.observations, batch.actions)  # (batch,)
-        # DIFFERS: the mean over the batch; Algorithm 1 writes the sum.
+        # DIFFERS: the mean over the batch; the paper's algorithms write the sum.
         return jnp.mean((targets - q_values) ** 2), jnp.mean(q_values)
 
     (losses, q_values), grads = jax.vmap(jax.vmap(jax.value_and_grad(td_loss, has_aux=True)))(state.params)  # l. 7-8
@@ -329,8 +329,8 @@ def learn_critics(args: Args, actor: Actor, critic: Critic, state: AgentState, b
     params = jax.tree.map(jnp.multiply, params, state.masks)  # what was pruned stays pruned
     target_params = optax.incremental_update(params, state.target_params, args.tau)
 
-    losses = jnp.where(jnp.isfinite(losses), losses, jnp.inf)
-    cumulated_losses = (1 - args.tau) * state.cumulated_losses + args.tau * losses
+    averages = (1 - args.tau) * state.cumulated_losses + args.tau * losses
+    cumulated_losses = jnp.where(jnp.isfinite(averages), averages, jnp.inf)
     state = state._replace(params=params, target_params=target_params, opt_state=opt_state)
     state = state._replace(cumulated_losses=cumulated_losses, target_idx=cumulated_losses.argmin(axis=1))  # l. 10
     return state, {"losses/qf_loss": losses.mean(), "losses/qf_values": q_values.mean()}
@@ -370,26 +370,20 @@ def learn(args: Args, actor: Actor, critic: Critic, state: AgentState, batches: 
     return state, metrics
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def set_network(stacked, idx, network):
-    """Put one network's tree into the population's."""
-    return jax.tree.map(lambda x, y: x.at[idx].set(y), stacked, network)
-
-
 def prune_critic_copies(args: Args, rng: np.random.Generator, state: AgentState, parents: np.ndarray, step: int):
     """Alg. 2, l. 15: the duplicated networks are pruned to a sparsity drawn by Eq. (3), all others stay as they are."""
     fields = "params", "target_params", "opt_state", "masks", "sparsities"
+    population = jax.tree.map(np.array, [getattr(state, field) for field in fields])  # on the host
     for i, k in np.argwhere(parents != np.arange(args.n_networks)):
-        parent, noise, next_step = (i, parents[i, k]), rng.uniform(0, args.max_noise), step + args.pruning_period
-        sparsity = float(state.sparsities[parent])
-        sparsity = next_sparsity(sparsity, noise, step, next_step, args.total_timesteps, args.max_speed)
-        params, target_params = jax.device_get(network_at((state.params, state.target_params), parent))
+        params, target_params, _, _, sparsity = network_at(population, (i, parents[i, k]))
+        noise, next_step = rng.uniform(0, args.max_noise), step + args.pruning_period
+        sparsity = next_sparsity(float(sparsity), noise, step, next_step, args.total_timesteps, args.max_speed)
         masks = magnitude_masks(params, sparsity, args.sparsity_distribution)
         params = jax.tree.map(np.multiply, params, masks)  # the target stays as it is, and follows
         copy = params, target_params, make_optimizer(args).init(params), masks, sparsity
-        population = set_network(tuple(getattr(state, field) for field in fields), (i, k), copy)
-        state = state._replace(**dict(zip(fields, population)))
-    return state
+        for tensor, value in zip(jax.tree.leaves(population), jax.tree.leaves(copy)):
+            tensor[i, k] = value
+    return state._replace(**dict(zip(fields, population)))
 
 
 def prune_actor(args: Args, state: AgentState, step: int) -> AgentState:
@@ -511,9 +505,10 @@ def train(args: Args) -> Path:
     state = init_agent(args, actor, critic, jax.random.key(args.seed), observation)  # Alg. 2, l. 1
     memory = TransitionMemory(args.buffer_size, n_observations, n_actions)
     n_weights = sum(x[0, 0].size for x in jax.tree.leaves(state.params))
+    features = " ".join(map(str, args.critic_features))
     header = (
         f"EauDeSAC on {env_name(args.env_id)}, seed {args.seed}, on the {jax.default_backend().upper()}\n"
-        f"2 x {args.n_networks} critics of {n_weights:,} parameters\n"
+        f"2 x {args.n_networks} critics of {n_weights:,} parameters, features {features}\n"
         f"Replay memory of {args.buffer_size:,} transitions, {memory.nbytes / 1e9:.2f} GB when full"
     )
     with contextlib.closing(Run(args, header)) as run:
@@ -538,7 +533,7 @@ def train(args: Args) -> Path:
                 fail(f"all networks of a critic have diverged at step {step}; try a lower --learning-rate")
 
             # DIFFERS: no tournament before the first gradient step, when all cumulated losses are 0.
-            if step % args.pruning_period == 0 and state.cumulated_losses.any():  # l. 13
+            if step % args.pruning_period == 0 and step > args.learning_starts:  # l. 13
                 losses, sparsities = np.array(state.cumulated_losses), np.array(state.sparsities)
                 run.log({"sparsity/target": sparsities[np.arange(2), state.target_idx].mean()})
                 for i in range(2):

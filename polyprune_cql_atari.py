@@ -59,8 +59,8 @@ class Args:
     features: tuple[int, int, int, int] = (32, 64, 64, 512)  # channels of the 3 convolutions, width of the hidden layer
     final_sparsity: float = 0.95  # sparsity at the end of the schedule; 0 never prunes [s_F]
     pruning_power: int = 3  # steepness of the schedule, which is fastest at its start [n]
-    pruning_start: float = 0.2  # share of the run after which pruning starts [t_start]
-    pruning_end: float = 0.8  # share of the run after which the sparsity stays [t_end]
+    pruning_start: float = 0.2  # share of the run at which the schedule of Eq. (2) starts [t_start]
+    pruning_end: float = 0.8  # share of the run at which it ends, and the sparsity stays [t_end]
     pruning_period: int = 1_000  # steps between two prunings [P]
     sparsity_distribution: Literal["uniform", "erk"] = "uniform"  # same sparsity in all tensors, or Erdos-Renyi-Kernel
     target_period: int = 2_000  # steps between two target updates [T]
@@ -317,7 +317,7 @@ def cql_loss(params, network: QNetwork, batch: Batch, targets: jax.Array, alpha:
     all_q_values = network.apply(params, batch.frames[:, :-1])  # (batch, n_actions)
     q_values = jnp.take_along_axis(all_q_values, batch.actions[:, None], axis=1)[:, 0]  # (batch,)
     conservative = jax.nn.logsumexp(all_q_values, axis=1) - q_values  # (batch,)
-    # DIFFERS: the mean over the batch; Algorithm 1 writes the sum.
+    # DIFFERS: the mean over the batch; the paper's algorithms write the sum.
     return jnp.mean((targets - q_values) ** 2 + alpha * conservative), jnp.mean(q_values)
 
 

@@ -56,8 +56,8 @@ class Args:
     final_sparsity: float = 0.95  # sparsity at the end of the schedule; 0 never prunes [s_F]
     actor_final_sparsity: float = 0.0  # sparsity of the actor at the end of its schedule, Eq. (2); 0 never prunes it
     pruning_power: int = 3  # steepness of the schedule, which is fastest at its start [n]
-    pruning_start: float = 0.2  # share of the run after which pruning starts [t_start]
-    pruning_end: float = 0.8  # share of the run after which the sparsity stays [t_end]
+    pruning_start: float = 0.2  # share of the run at which the schedule of Eq. (2) starts [t_start]
+    pruning_end: float = 0.8  # share of the run at which it ends, and the sparsity stays [t_end]
     pruning_period: int = 1_000  # steps between two prunings [P]
     sparsity_distribution: Literal["uniform", "erk"] = "uniform"  # same sparsity in all tensors, or Erdos-Renyi-Kernel
     learning_starts: int = 5_000  # steps played before the first gradient step
@@ -74,7 +74,7 @@ class Args:
 
 
 # Whole numbers are at least 1, others between 0 and 1, but for these limits. In a pair the first is not the smaller.
-LIMITS = {"seed": (0, 2**31 - 1), "critic_features": (1, math.inf), "actor_features": (1, math.inf)}
+LIMITS = {"seed": (0, 2**31 - 1), "critic_features": (1, math.inf), "actor_features": (1, math.inf), "tau": (1e-6, 1)}
 LIMITS |= {"final_sparsity": (0, 0.9999), "actor_final_sparsity": (0, 0.9999)}
 PAIRS = {"pruning_end": "pruning_start", "learning_starts": "batch_size", "total_timesteps": "learning_starts"}
 
@@ -286,7 +286,7 @@ def learn_critics(args: Args, actor: Actor, critic: Critic, state: AgentState, b
 
     def td_loss(params):
         q_values = critic.apply(params, batch.observations, batch.actions)  # (batch,)
-        # DIFFERS: the mean over the batch; Algorithm 1 writes the sum.
+        # DIFFERS: the mean over the batch; the paper's algorithms write the sum.
         return jnp.mean((targets - q_values) ** 2), jnp.mean(q_values)
 
     (losses, q_values), grads = jax.vmap(jax.value_and_grad(td_loss, has_aux=True))(state.params)  # l. 7-8
@@ -459,9 +459,10 @@ def train(args: Args) -> Path:
     state = init_agent(args, actor, critic, jax.random.key(args.seed), observation)  # Alg. 2, l. 1
     memory = TransitionMemory(args.buffer_size, n_observations, n_actions)
     n_weights = sum(x[0].size for x in jax.tree.leaves(state.params))
+    features = " ".join(map(str, args.critic_features))
     header = (
         f"PolyPruneSAC on {env_name(args.env_id)}, seed {args.seed}, on the {jax.default_backend().upper()}\n"
-        f"2 critics of {n_weights:,} parameters\n"
+        f"2 critics of {n_weights:,} parameters, features {features}\n"
         f"Replay memory of {args.buffer_size:,} transitions, {memory.nbytes / 1e9:.2f} GB when full"
     )
     with contextlib.closing(Run(args, header)) as run:

@@ -191,6 +191,25 @@ def test_log_std_is_clipped():
 # ---- One update ----
 
 
+@SCRIPTS
+def test_the_agent_starts_dense_with_independent_critics_and_their_targets(script):
+    args = script.Args()
+    actor, critic = script.Actor(args.actor_features, N_ACTIONS), script.Critic(args.critic_features)
+    state = jax.device_get(script.init_agent(args, actor, critic, jax.random.key(0), np.zeros(N_OBSERVATIONS)))
+    n_critics = 10 if script is eaude else 2
+    for layer in state.params["params"].values():
+        kernels = layer["kernel"].reshape(n_critics, *layer["kernel"].shape[-2:])
+        assert len(np.unique(kernels[:, 0, 0])) == n_critics
+        assert np.std(kernels) == pytest.approx(kernels.shape[1] ** -0.5, rel=0.1)  # LeCun's normal distribution
+        assert not layer["bias"].any()
+    assert_trees_equal(state.target_params, state.params)
+    assert state.log_temperature == 0
+    assert all(mask.all() for mask in jax.tree.leaves((state.masks, state.actor_masks)))
+    assert not any(x.any() for x in jax.tree.leaves((state.opt_state, state.actor_opt_state)))
+    if script is eaude:
+        assert not any(x.any() for x in (state.cumulated_losses, state.sparsities, state.target_idx))
+
+
 def reference_update(before, batch, target_idx, critic_noise, args):
     """(params, targets, losses) of all critics, from Alg. 2, l. 6-9, by index of the critic's axes."""
     temperature = np.exp(np.float64(before.log_temperature))
@@ -416,6 +435,23 @@ def test_a_network_with_a_loss_that_is_not_finite_is_not_chosen():
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(after.actor_params))
 
 
+@pytest.mark.parametrize("tau", [0.1, 1.0])
+def test_a_network_that_has_diverged_once_stays_out_until_the_next_tournament(tau):
+    args, actor, critic, state = tiny_agent(eaude, tau=tau)
+    losses = state.cumulated_losses.copy()
+    losses[1, state.target_idx[1]] = np.inf
+    after, _ = learn(
+        eaude,
+        args,
+        actor,
+        critic,
+        state._replace(cumulated_losses=losses),
+        random_batches(eaude, np.random.default_rng(0)),
+    )
+    assert after.cumulated_losses[1, state.target_idx[1]] == np.inf
+    assert after.target_idx[1] != state.target_idx[1]
+
+
 @pytest.mark.parametrize("distribution", ["uniform", "erk"])
 def test_copies_are_pruned_with_new_optimizers_and_all_else_is_untouched(distribution):
     flags = dict(total_timesteps=10_000, max_speed=0.9, sparsity_distribution=distribution)
@@ -506,8 +542,13 @@ def test_terminations_are_stored_and_time_limits_are_not(script, short, monkeypa
 @SCRIPTS
 def test_steps_of_learning_pruning_and_evaluation_come_in_their_periods(script, short, monkeypatch):
     prune = "prune_critic_copies" if script is eaude else "prune_critics"
+    steps, real_learn = [], script.learn
+    monkeypatch.setattr(script, "learn", lambda *inputs: steps.append(inputs[5]) or real_learn(*inputs))
     calls = record_calls(script, monkeypatch, ["learn", prune])
+    monkeypatch.setattr(script, "LOG_PERIOD", 20)
     curves = scalars(script.train(script.Args(**short, policy_delay=3)))
+    assert steps == list(range(41, 101))  # each update has random numbers of its own
+    assert [step for step, _ in curves["losses/actor_loss"]] == [60, 80, 100]  # those of the last actor step
     expected = []
     for step in range(1, 101):
         expected += [("learn", step - 1)] if step > 40 else []  # the transition in flight is not yet in the memory
@@ -523,11 +564,13 @@ def test_steps_of_learning_pruning_and_evaluation_come_in_their_periods(script, 
 
 def test_tournaments_are_held_for_each_critic_by_its_own_losses(short, monkeypatch):
     drawn, select = [], eaude.select_population
-    monkeypatch.setattr(
-        eaude,
-        "select_population",
-        lambda rng, x, size: drawn.append((np.array(x), select(rng, x, size))) or drawn[-1][1],
-    )
+
+    def select_population(rng, losses, size):
+        assert size == 3
+        drawn.append((np.array(losses), select(rng, losses, size)))
+        return drawn[-1][1]
+
+    monkeypatch.setattr(eaude, "select_population", select_population)
     calls = record_calls(eaude, monkeypatch, ["learn", "prune_critic_copies"])
     curves = scalars(eaude.train(eaude.Args(**short, max_speed=0.5)))
     prunings = [(step, before, after) for name, step, before, after in calls if name == "prune_critic_copies"]
@@ -566,11 +609,14 @@ def test_without_pruning_all_critics_stay_dense(script, short, monkeypatch):
 @SCRIPTS
 def test_the_actor_is_pruned_on_the_schedule(script, short, monkeypatch):
     calls = record_calls(script, monkeypatch, ["learn", "prune_actor"])
-    curves = scalars(script.train(script.Args(**short | dict(actor_features=(30, 30)), actor_final_sparsity=0.8)))
+    schedule = dict(actor_final_sparsity=0.8, pruning_start=0.1, pruning_end=0.6, pruning_power=2)
+    flags = short | dict(actor_features=(30, 30), sparsity_distribution="erk")
+    curves = scalars(script.train(script.Args(**flags, **schedule)))
     prunings = [(step, after) for name, step, _, after in calls if name == "prune_actor"]
     assert [step for step, _ in prunings] == [20, 40, 60, 80, 100]
     for step, after in prunings:
-        expected = script.polynomial_sparsity(step, 100, 0.8, 0.2, 0.8, 3)
+        expected = script.polynomial_sparsity(step, 100, 0.8, 0.1, 0.6, 2)
+        assert_trees_equal(after.actor_masks, script.magnitude_masks(after.actor_params, expected, "erk"))
         assert script.sparsity_of(after.actor_masks) == pytest.approx(expected, abs=0.01)
         assert dict(curves["sparsity/actor"])[step] == pytest.approx(script.sparsity_of(after.actor_masks))
     last = next(after for name, _, _, after in reversed(calls) if name == "learn")
@@ -579,19 +625,16 @@ def test_the_actor_is_pruned_on_the_schedule(script, short, monkeypatch):
     assert not np.concatenate(kept).any()
 
 
-@SCRIPTS
-def test_polyprune_and_actor_schedule_are_off_unless_asked_for(script, short, monkeypatch):
-    calls = record_calls(script, monkeypatch, ["prune_actor"])
-    curves = scalars(script.train(script.Args(**short)))
-    assert calls == []
-    assert "sparsity/actor" not in curves
-
-
 def test_critics_of_polyprune_follow_the_schedule(short, monkeypatch):
     calls = record_calls(polyprune, monkeypatch, ["prune_critics"])
-    curves = scalars(polyprune.train(polyprune.Args(**short | dict(critic_features=(30, 30)))))
+    schedule = dict(final_sparsity=0.7, pruning_start=0.1, pruning_end=0.6, pruning_power=2)
+    flags = short | dict(critic_features=(30, 30), sparsity_distribution="erk")
+    curves = scalars(polyprune.train(polyprune.Args(**flags, **schedule)))
     for _, step, _, after in calls:
-        expected = polyprune.polynomial_sparsity(step, 100, 0.95, 0.2, 0.8, 3)
+        expected = polyprune.polynomial_sparsity(step, 100, 0.7, 0.1, 0.6, 2)
+        for i in range(2):
+            masks = polyprune.magnitude_masks(at(after.params, i), expected, "erk")
+            assert_trees_equal(at(after.masks, i), masks)
         assert after.sparsity == expected
         assert polyprune.sparsity_of(at(after.masks, 0)) == pytest.approx(expected, abs=0.01)
         assert dict(curves["sparsity/target"])[step] == pytest.approx(expected)
@@ -599,21 +642,27 @@ def test_critics_of_polyprune_follow_the_schedule(short, monkeypatch):
 
 @SCRIPTS
 def test_the_first_actions_are_uniform_and_the_others_of_the_policy(script, short, monkeypatch):
-    rows, noises, act = record_transitions(script, monkeypatch), [], script.policy_actions
+    rows, drawn, act, envs = record_transitions(script, monkeypatch), [], script.policy_actions, []
 
-    def policy_actions(actor, params, observations, noise):
-        noises.append(noise)
-        return act(actor, params, observations, noise)
+    def policy_actions(actor, params, observation, noise):
+        drawn.append((observation, noise, np.asarray(act(actor, params, observation, noise))))
+        return drawn[-1][2]
 
+    make = script.make_env
+    monkeypatch.setattr(script, "make_env", lambda env_id: envs.append(make(env_id)) or envs[-1])
     monkeypatch.setattr(script, "policy_actions", policy_actions)
     script.train(script.Args(**short | dict(learning_starts=2_000, total_timesteps=2_100, eval_period=10_000)))
     actions = np.array([row[1] for row in rows[:2_000]])
     assert np.abs(np.sort(actions.ravel()) - np.linspace(-1, 1, actions.size)).max() < 0.05
-    assert len(noises) == 100
-    assert np.std(noises) == pytest.approx(1, abs=0.2)
+    assert len(drawn) == 100
+    assert np.std([noise for _, noise, _ in drawn]) == pytest.approx(1, abs=0.2)
+    for (observation, _, action), row in zip(drawn, rows[2_000:]):
+        np.testing.assert_array_equal(observation, row[0])
+        np.testing.assert_array_equal(action, row[1])
+    np.testing.assert_allclose(envs[0].unwrapped.actions, 1 + 3 * np.array([row[1] for row in rows]), atol=1e-5)
 
 
-def test_evaluation_is_deterministic_and_starts_the_same_each_time(monkeypatch):
+def test_evaluation_is_deterministic_and_starts_the_same_each_time():
     envs = [eaude.make_env("Hopper") for _ in range(3)]
     actor = eaude.Actor((8,), 3)
     params = actor.init(jax.random.key(0), np.zeros(11))
@@ -666,6 +715,27 @@ def test_the_pendulum_is_balanced_by_pruned_and_by_dense_critics(script, tmp_pat
     assert returns[0] < 200
     assert max(returns) > 900
     assert (curves["sparsity/target"][-1][1] > 0.03) == (script is eaude)
+
+
+@pytest.mark.parametrize(("lost", "stops"), [((1, 2), False), ((1, slice(None)), True)])
+def test_only_the_loss_of_a_whole_population_stops_the_run(lost, stops, short, monkeypatch, capsys):
+    real_learn, sparsities = eaude.learn, []
+
+    def learn(args, actor, critic, state, batches, step, with_actor):
+        state, metrics = real_learn(args, actor, critic, state, batches, step, with_actor)
+        sparsities.append(np.array(state.sparsities))
+        losses = state.cumulated_losses
+        return state._replace(cumulated_losses=losses.at[lost].set(np.inf) if step == 45 else losses), metrics
+
+    monkeypatch.setattr(eaude, "learn", learn)
+    if not stops:
+        eaude.train(eaude.Args(**short))
+        assert sparsities[19][1, 2] == 0  # step 60
+        assert sparsities[20][1, 2] > 0  # a copy has taken its place
+        return
+    with pytest.raises(SystemExit):
+        eaude.train(eaude.Args(**short))
+    assert "all networks of a critic have diverged at step 45" in capsys.readouterr().err
 
 
 PENDULUM = "--env-id InvertedPendulum --total-timesteps 1500 --learning-starts 500 --pruning-period 100 --batch-size 32"
@@ -729,7 +799,7 @@ def test_ctrl_c_ends_the_run_cleanly(tmp_path):
         (dict(env_id="UnboundedProbe"), "UnboundedProbe-v0 has observations Box("),
         (dict(critic_features=(256, 0)), "--critic-features must be at least 1, not (256, 0)"),
         (dict(actor_features=(0,)), "--actor-features must be at least 1, not (0,)"),
-        (dict(tau=1.5), "--tau must be at least 0 and at most 1, not 1.5"),
+        (dict(tau=0.0), "--tau must be at least 1e-06 and at most 1, not 0.0"),
         (dict(utd=0), "--utd must be at least 1, not 0"),
         (dict(policy_delay=0), "--policy-delay must be at least 1, not 0"),
         (dict(eval_period=0), "--eval-period must be at least 1, not 0"),
