@@ -379,11 +379,11 @@ def test_terminal_states_are_not_bootstrapped(script):
     batches = random_batches(script, np.random.default_rng(0))
     batches = batches._replace(terminals=np.ones_like(batches.terminals))
     other = batches._replace(next_observations=batches.next_observations + 5)
-    results = [learn(script, args, actor, critic, before, x, False)[0] for x in (batches, other)]
-    assert_trees_equal(results[0].params, results[1].params)
+    first, second = (learn(script, args, actor, critic, before, x, False)[1] for x in (batches, other))
+    assert first["losses/qf_loss"] == second["losses/qf_loss"]
     batches, other = (x._replace(terminals=np.zeros_like(x.terminals)) for x in (batches, other))
-    results = [learn(script, args, actor, critic, before, x, False)[0] for x in (batches, other)]
-    assert (results[0].params["params"]["Dense_2"]["bias"] != results[1].params["params"]["Dense_2"]["bias"]).any()
+    first, second = (learn(script, args, actor, critic, before, x, False)[1] for x in (batches, other))
+    assert first["losses/qf_loss"] != second["losses/qf_loss"]
 
 
 @SCRIPTS
