@@ -122,10 +122,11 @@ def make_env(env_id: str) -> gymnasium.Env:
         fail(f"{name} cannot be made: {error}")
     finally:
         mujoco.set_mju_user_warning(None)
-    spaces = env.observation_space, env.action_space
-    is_vector = [isinstance(space, gymnasium.spaces.Box) and len(space.shape) == 1 for space in spaces]
-    if not all(is_vector) or not spaces[1].is_bounded():
-        fail(f"{name} has observations {spaces[0]} and actions {spaces[1]}: both must be vectors, the actions bounded")
+    box, observations, actions = gymnasium.spaces.Box, env.observation_space, env.action_space
+    if not isinstance(observations, box) or len(observations.shape) != 1:
+        fail(f"{name} has observations {observations}: they must be a vector of numbers, as in HalfCheetah")
+    if not isinstance(actions, box) or len(actions.shape) != 1 or not actions.is_bounded():
+        fail(f"{name} has actions {actions}: they must be a vector of bounded numbers, as in HalfCheetah")
     return gymnasium.wrappers.RescaleAction(env, np.float32(-1), np.float32(1))  # plain floats draw a warning
 
 
