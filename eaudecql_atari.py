@@ -382,24 +382,20 @@ def update_target(state: AgentState) -> AgentState:
     return state._replace(target_idx=target_idx, target_params=network_at(state.params, target_idx))
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def copy_networks(state: AgentState, parents: np.ndarray, masks, sparsities: np.ndarray) -> AgentState:
-    """Slot k takes network `parents[k]` under `masks[k]`. Copies start a new Adam, all zeros; survivors keep theirs."""
-    params = jax.tree.map(lambda x, mask: x[parents] * mask, state.params, masks)
-    is_copy = parents != jnp.arange(len(parents))
-    opt_state = jax.tree.map(lambda x: jax.vmap(jnp.where)(is_copy, jnp.zeros_like(x), x), state.opt_state)
-    return state._replace(params=params, opt_state=opt_state, masks=masks, sparsities=sparsities)
-
-
 def prune_copies(args: Args, rng: np.random.Generator, state: AgentState, parents: np.ndarray, step: int) -> AgentState:
     """Alg. 1, l. 15: the duplicated networks are pruned to a sparsity drawn by Eq. (3), all others stay as they are."""
-    params, masks = jax.device_get((state.params, state.masks))  # on a CPU, numpy's partition is faster than XLA's sort
-    sparsities, masks = np.array(state.sparsities, float)[parents], [network_at(masks, k) for k in parents]
+    fields = "params", "opt_state", "masks", "sparsities"
+    population = jax.tree.map(np.array, [getattr(state, field) for field in fields])  # numpy ranks weights faster
     for k in np.flatnonzero(parents != np.arange(args.n_networks)):
+        params, _, _, sparsity = network_at(population, parents[k])
         noise, next_step = rng.uniform(0, args.max_noise), step + args.target_period
-        sparsities[k] = next_sparsity(sparsities[k], noise, step, next_step, args.total_timesteps, args.max_speed)
-        masks[k] = magnitude_masks(network_at(params, parents[k]), sparsities[k], args.sparsity_distribution)
-    return copy_networks(state, parents, jax.tree.map(lambda *x: np.stack(x), *masks), sparsities.astype(np.float32))
+        sparsity = next_sparsity(float(sparsity), noise, step, next_step, args.total_timesteps, args.max_speed)
+        masks = magnitude_masks(params, sparsity, args.sparsity_distribution)
+        params = jax.tree.map(np.multiply, params, masks)
+        copy = params, make_optimizer(args).init(params), masks, sparsity  # copies start a new Adam
+        for tensor, value in zip(jax.tree.leaves(population), jax.tree.leaves(copy)):
+            tensor[k] = value
+    return state._replace(**dict(zip(fields, jax.device_put(population))))
 
 
 # ---- Acting ----------------------------------------------------------------------------------------------------------

@@ -374,17 +374,17 @@ def learn(args: Args, actor: Actor, critic: Critic, state: AgentState, batches: 
 def prune_critic_copies(args: Args, rng: np.random.Generator, state: AgentState, parents: np.ndarray, step: int):
     """Alg. 2, l. 15: the duplicated networks are pruned to a sparsity drawn by Eq. (3), all others stay as they are."""
     fields = "params", "target_params", "opt_state", "masks", "sparsities"
-    population = jax.tree.map(np.array, [getattr(state, field) for field in fields])  # on the host
+    population = jax.tree.map(np.array, [getattr(state, field) for field in fields])  # numpy ranks weights faster
     for i, k in np.argwhere(parents != np.arange(args.n_networks)):
         params, target_params, _, _, sparsity = network_at(population, (i, parents[i, k]))
         noise, next_step = rng.uniform(0, args.max_noise), step + args.pruning_period
         sparsity = next_sparsity(float(sparsity), noise, step, next_step, args.total_timesteps, args.max_speed)
         masks = magnitude_masks(params, sparsity, args.sparsity_distribution)
         params = jax.tree.map(np.multiply, params, masks)  # the target stays as it is, and follows
-        copy = params, target_params, make_optimizer(args).init(params), masks, sparsity
+        copy = params, target_params, make_optimizer(args).init(params), masks, sparsity  # copies start a new Adam
         for tensor, value in zip(jax.tree.leaves(population), jax.tree.leaves(copy)):
             tensor[i, k] = value
-    return state._replace(**dict(zip(fields, population)))
+    return state._replace(**dict(zip(fields, jax.device_put(population))))
 
 
 def prune_actor(args: Args, state: AgentState, step: int) -> AgentState:
