@@ -350,7 +350,7 @@ class Run:
             (self.folder / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=2, default=str))
         except OSError as error:
             fail(f"cannot write the run folder {self.folder}: {error.strerror}; choose another --runs-dir")
-        self.old_handler = signal.signal(signal.SIGINT, self.interrupt)
+        self.old_handlers = {x: signal.signal(x, self.interrupt) for x in (signal.SIGINT, signal.SIGTERM)}
         self.writer, self.latest = Writer(str(self.folder)), {}
         self.returns, self.rewards = collections.deque(maxlen=100), []  # of the last episodes; of the current one
         self.start = self.shown = time.monotonic()
@@ -362,12 +362,13 @@ class Run:
 
     def interrupt(self, signum: int, _) -> None:
         self.stop_signal = signum  # the run ends after its current step
-        signal.signal(signum, self.old_handler)  # a second Ctrl-C ends it at once
+        signal.signal(signum, self.old_handlers[signum])  # a second Ctrl-C ends it at once
 
     def close(self) -> None:
         self.progress.stop()
         self.writer.close()
-        signal.signal(signal.SIGINT, self.old_handler)
+        for signum, handler in self.old_handlers.items():
+            signal.signal(signum, handler)
 
     def steps(self, stride: int = 1):
         while self.step < self.args.total_timesteps and not self.stop_signal:

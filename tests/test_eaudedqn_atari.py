@@ -447,16 +447,17 @@ def test_a_short_run_of_pong_logs_everything(tmp_path):
         assert text in result.stdout
 
 
-def test_ctrl_c_ends_the_run_cleanly(tmp_path):
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_end_the_run_cleanly(signum, code, tmp_path):
     flags = PONG.replace("1200", "100_000").split()
     command = [sys.executable, script.__file__, *flags, "--runs-dir", tmp_path]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
             if line.startswith("Run folder"):
                 break
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signum)
         output, errors = process.communicate(timeout=100)
-    assert (process.returncode, errors) == (130, "")
+    assert (process.returncode, errors) == (code, "")
     assert "Interrupted after" in output
     assert "tensorboard --logdir" in output
     (folder,) = tmp_path.iterdir()
