@@ -1,8 +1,8 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
-#     "ale-py>=0.12", "flax>=0.12", "gymnasium>=1.2", "jax>=0.10", "numpy>=2", "optax>=0.2.5", "rich>=14",
-#     "tensorboard>=2.20", "tyro>=1.0",
+#     "ale-py>=0.12", "flax>=0.12", "gymnasium>=1.2", "imageio>=2.34", "jax>=0.10", "numpy>=2", "optax>=0.2.5",
+#     "rich>=14", "tensorboard>=2.20", "tyro>=1.0",
 # ]
 # ///
 """EauDeDQN on Atari: Q-networks of growing sparsity share one target, and the best of them becomes the next target.
@@ -19,10 +19,16 @@ import contextlib
 import dataclasses
 import datetime
 import difflib
+import fcntl
 import functools
+import hashlib
+import io
 import json
 import math
+import os
+import pickle
 import re
+import shutil
 import signal
 import sys
 import time
@@ -31,7 +37,9 @@ from typing import Literal, NamedTuple, NoReturn
 
 import ale_py
 import flax.linen as nn
+import flax.traverse_util
 import gymnasium
+import imageio.v3 as imageio
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,6 +59,10 @@ class Args:
     seed: int = 1  # seed of everything that is random
     total_timesteps: int = 10_000_000  # steps of the run: in the environment online, of the gradient offline [t_final]
     runs_dir: Path = Path("runs")  # folder in which the run gets a folder of its own
+    checkpoint_period: int = 250_000  # steps between two checkpoints, from which the run can go on; 0 writes none
+    resume: Path | None = None  # folder of a run to go on with, under its own flags
+    evaluate: Path | None = None  # policy.npz to play, instead of training
+    capture_video: Path | None = None  # .gif file for the first episode of --evaluate
     horizon: int = 27_000  # steps after which an episode is cut [H]
     features: tuple[int, int, int, int] = (32, 64, 64, 512)  # channels of the 3 convolutions, width of the hidden layer
     n_networks: int = 5  # online networks that learn side by side [K]
@@ -68,11 +80,13 @@ class Args:
     adam_epsilon: float = 1.5e-4  # epsilon of Adam
     epsilon_end: float = 0.01  # share of random actions after it has fallen from 1 [epsilon]
     epsilon_duration: int = 250_000  # steps over which it falls, linearly
+    eval_episodes: int = 10  # episodes of an evaluation, played side by side
+    eval_epsilon: float = 0.01  # share of random actions in an evaluation
 
 
 # Whole numbers are at least 1, others between 0 and 1, but for these limits. In a pair the first is not the smaller.
-LIMITS = {"seed": (0, 2**31 - 1), "horizon": (2, 2**29 - 1), "features": (1, math.inf), "buffer_size": (2, math.inf)}
-LIMITS["max_noise"] = (0, 1e9)
+LIMITS = {"seed": (0, 2**31 - 1), "checkpoint_period": (0, math.inf), "horizon": (2, 2**29 - 1)}
+LIMITS |= {"features": (1, math.inf), "buffer_size": (2, math.inf), "max_noise": (0, 1e9)}
 PAIRS = {"n_networks": "tournament_size", "buffer_size": "batch_size", "learning_starts": "batch_size"}
 PAIRS["total_timesteps"] = "learning_starts"
 
@@ -92,6 +106,8 @@ def check_args(args: Args) -> None:
             fail(f"{flag} must be at least {limits[0]}{at_most}, not {value}")
         if field.name in PAIRS and value < getattr(args, other := PAIRS[field.name]):
             fail(f"{flag} {value} is smaller than --{other.replace('_', '-')} {getattr(args, other)}")
+    if (video := args.capture_video) and not (args.evaluate and video.suffix == ".gif" and video.parent.is_dir()):
+        fail(f"--capture-video {video} must be a .gif file in a folder that exists, and goes with --evaluate")
 
 
 # ---- Environment -----------------------------------------------------------------------------------------------------
@@ -105,7 +121,7 @@ def env_name(env_id: str) -> str:
     return known[wanted]
 
 
-def make_env(env_id: str, n_envs: int, horizon: int) -> ale_py.AtariVectorEnv:
+def make_env(env_id: str, n_envs: int, horizon: int, colour: bool = False) -> ale_py.AtariVectorEnv:
     """The protocol of Machado et al. (2018), as in the paper's appendix. Several defaults of ale-py differ."""
     return ale_py.AtariVectorEnv(
         gymnasium.spec(f"ALE/{env_name(env_id)}-v5").kwargs["game"],
@@ -114,9 +130,9 @@ def make_env(env_id: str, n_envs: int, horizon: int) -> ale_py.AtariVectorEnv:
         repeat_action_probability=0.25,  # sticky actions
         full_action_space=False,
         autoreset_mode="SameStep",  # the step that ends an episode returns the first observation of the next one
-        img_height=FRAME[0],
-        img_width=FRAME[1],
-        grayscale=True,
+        img_height=210 if colour else FRAME[0],
+        img_width=160 if colour else FRAME[1],
+        grayscale=not colour,
         stack_num=STACK,  # zeros before the first frame of an episode
         frameskip=4,
         maxpool=True,  # over the last two frames
@@ -127,6 +143,14 @@ def make_env(env_id: str, n_envs: int, horizon: int) -> ale_py.AtariVectorEnv:
     )
 
 
+def replay_episode(env, episode: list) -> np.ndarray:
+    """Play it once more: an episode is its seed and its actions. They lead to the same observation each time."""
+    observations, _ = env.reset(seed=episode[0])
+    for actions in episode[1:]:
+        observations = env.step(actions)[0]
+    return observations
+
+
 # ---- Replay memory ---------------------------------------------------------------------------------------------------
 class Batch(NamedTuple):
     frames: np.ndarray  # (batch, STACK + 1, 84, 84) uint8: [:, :-1] is the observation, [:, 1:] the next one
@@ -135,13 +159,28 @@ class Batch(NamedTuple):
     terminals: np.ndarray  # (batch,) bool
 
 
+def frames_on_disk(path: Path, shape: tuple[int, ...]) -> np.ndarray:
+    """An array in a file, which outlives the process. Its room on the disk is taken at once."""
+    n_bytes, n_free = math.prod(shape), shutil.disk_usage(path.parent).free
+    try:
+        if not path.exists():
+            with open(path, "xb") as file:
+                os.posix_fallocate(file.fileno(), 0, n_bytes)
+        return np.memmap(path, np.uint8, "r+", shape=shape)
+    except OSError as error:
+        needs = f"the replay memory needs {n_bytes / 1e9:.2f} GB in {path.parent}, {(n_bytes - n_free) / 1e9:.2f} GB"
+        fail(f"{needs} are missing ({error.strerror}): lower --buffer-size or --checkpoint-period (0 keeps it in RAM)")
+
+
 class ReplayMemory:
     """The last `size` transitions, first in, first out. Each frame is kept once: stacks are rebuilt when sampled."""
 
-    def __init__(self, size: int):
-        rows = size + STACK  # the oldest transition needs the STACK - 1 frames before it, the newest the frame after it
+    def __init__(self, size: int, n_spare: int = 0, path: Path | None = None):
+        """What is older than `size` stays for another `n_spare` steps, as the last checkpoint may refer to it."""
+        rows = size + STACK + n_spare  # the oldest transition needs STACK - 1 frames before it, the newest one after it
         self.size, self.n_added, self.age = size, 0, 0
-        self.frames = np.zeros((rows, *FRAME), np.uint8)  # 7.06 GB for a million; the system hands it out as it fills
+        shape = rows, *FRAME  # 7.06 GB for a million; the system hands out memory as it fills
+        self.frames = frames_on_disk(path, shape) if path else np.zeros(shape, np.uint8)
         self.actions, self.rewards = np.zeros(rows, np.int32), np.zeros(rows, np.float32)
         self.terminals, self.truncations = np.zeros((2, rows), bool)
         self.ages = np.zeros(rows, np.int32)  # steps since the start of the episode
@@ -357,25 +396,144 @@ def behaviour_actions(network: QNetwork, params, idx: int, observations: np.ndar
     return network.apply(network_at(params, idx), observations).argmax(axis=1)
 
 
-# ---- Reporting: run folder, TensorBoard, screen ----------------------------------------------------------------------
+@functools.partial(jax.jit, static_argnums=0)
+def greedy_actions(network: QNetwork, params, observations: np.ndarray) -> jax.Array:
+    return network.apply(params, observations).argmax(axis=1)
+
+
+def evaluate(args: Args, rng: np.random.Generator, network: QNetwork, params) -> np.ndarray:
+    """Returns of whole episodes, one in each environment, in the game's score."""
+    env, episode = make_env(args.env_id, args.eval_episodes, args.horizon), [int(rng.integers(2**30))]
+    observations, _ = env.reset(seed=episode[0])
+    returns, playing = np.zeros(args.eval_episodes), np.ones(args.eval_episodes, bool)
+    while playing.any():
+        actions = np.array(greedy_actions(network, params, observations))
+        explore = rng.random(args.eval_episodes) < args.eval_epsilon
+        actions[explore] = rng.integers(network.n_actions, size=explore.sum())
+        if playing[0]:
+            episode.append(actions[:1])
+        observations, rewards, terminals, truncations, _ = env.step(actions)
+        returns += rewards * playing
+        playing &= ~(terminals | truncations)
+    if args.capture_video:  # the first episode again, in colour: its seed and its actions lead to the same game
+        env = make_env(args.env_id, 1, args.horizon, colour=True)
+        frames = [env.reset(seed=episode[0])[0][0, -1]] + [env.step(actions)[0][0, -1] for actions in episode[1:-1]]
+        imageio.imwrite(args.capture_video, frames, duration=1_000 / 15, loop=0)  # 15 steps are a second of the game
+    return returns
+
+
+# ---- Saving: policy, checkpoint, run folder, TensorBoard, screen -----------------------------------------------------
+POLICY, CHECKPOINT = f"policy for *_{Path(__file__).stem.split('_')[-1]}.py", f"checkpoint of {Path(__file__).name}"
+
+
+def write_file(path: Path, kind: str, write) -> None:
+    """There as a whole or not at all, with a digest at its end: of the content, and of what kind of file it is."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        with open(temporary, "w+b") as file:
+            write(file)
+            file.seek(0)
+            file.write(hashlib.file_digest(file, lambda: hashlib.blake2b(kind.encode())).digest())
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        fail(f"cannot write {path}: {error.strerror}")
+
+
+def read_file(path: Path, kind: str) -> memoryview:
+    try:
+        data = memoryview(path.read_bytes())
+    except OSError as error:
+        fail(f"cannot read {path}: {error.strerror}")
+    digest = hashlib.blake2b(kind.encode())
+    digest.update(data[:-64])
+    if digest.digest() != data[-64:]:
+        fail(f"{path} is not a {kind}, or it is damaged")
+    return data[:-64]
+
+
+def save_policy(path: Path, args: Args, step: int, networks: dict) -> None:
+    """Of each tensor the weights that are not zero, and a bit for every weight that says whether it is one of them."""
+    tensors = flax.traverse_util.flatten_dict(jax.device_get(networks), sep="/")
+    about = {"script": Path(__file__).stem, "env_id": env_name(args.env_id), "step": step}
+    about |= {name: value for name, value in dataclasses.asdict(args).items() if name.endswith("features")}
+    about["sparsity"] = {name: sparsity_of(jax.tree.map(lambda x: x != 0, x)) for name, x in networks.items()}
+    about["shapes"] = {name: x.shape for name, x in tensors.items()}
+    arrays = {f"{name}/mask": np.packbits(x != 0) for name, x in tensors.items()}
+    arrays |= {f"{name}/weights": x[x != 0] for name, x in tensors.items()}
+    write_file(path, POLICY, lambda file: np.savez_compressed(file, about=json.dumps(about), **arrays))
+
+
+def load_policy(path: Path) -> tuple[dict, dict]:
+    """What the file says about the policy, and its networks."""
+    arrays = np.load(io.BytesIO(read_file(path, POLICY)))
+    about = json.loads(str(arrays["about"]))
+    tensors = {name: np.zeros(shape, np.float32) for name, shape in about["shapes"].items()}
+    for name, x in tensors.items():
+        x[np.unpackbits(arrays[f"{name}/mask"], count=x.size).reshape(x.shape) == 1] = arrays[f"{name}/weights"]
+    return about, flax.traverse_util.unflatten_dict(tensors, sep="/")
+
+
+def report_returns(about: dict, returns: np.ndarray) -> None:
+    sparsities = ", ".join(f"{name} {sparsity:.3f}" for name, sparsity in about["sparsity"].items())
+    print(f"{about['env_id']}, {about['script']}.py after {about['step']:,} steps, sparsity of {sparsities}")
+    print(f"Return {returns.mean():.1f} +- {returns.std():.1f}, mean and standard deviation of {len(returns)} episodes")
+    print("Each:", *np.round(returns, 1))
+
+
+def lock_folder(folder: Path):
+    """A file that is locked until it is closed: one process for a run."""
+    try:
+        lock = open(folder / "args.json")  # noqa: SIM115
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return lock
+    except BlockingIOError:
+        fail(f"another process is at work on {folder}")
+    except OSError as error:
+        fail(f"{folder} is not the folder of a run: {error.strerror}")
+
+
+def load_run(args: Args) -> tuple[Args, dict]:
+    """With --resume, the flags of that run and its checkpoint."""
+    if not args.resume:
+        return args, {}
+    if args != Args(resume=args.resume):
+        fail("--resume goes on with the run's own flags: leave out all others")
+    lock = lock_folder(args.resume)
+    saved = pickle.loads(read_file(args.resume / "checkpoint", CHECKPOINT)) | {"lock": lock}
+    if saved["step"] == saved["args"]["total_timesteps"]:
+        print(f"{args.resume} is finished: all its {saved['step']:,} steps are done")
+        sys.exit()
+    for path, size in ((args.resume / name, size) for name, size in saved["files"].items()):
+        if not path.exists() or path.stat().st_size < size:
+            fail(f"{path} is missing, or smaller than when the checkpoint was written")
+    return Args(**saved["args"] | {"resume": args.resume}), saved
+
+
 class Run:
     """A run as a person sees it: its folder, its TensorBoard curves and its progress on the screen."""
 
-    def __init__(self, args: Args, header: str):
-        self.args, self.step, self.stop_signal = args, 0, None
+    def __init__(self, args: Args, header: str, saved: dict):
+        self.args, self.stop_signal, self.stops = args, None, False
         run_name = f"{env_name(args.env_id)}__{Path(__file__).stem}__{args.seed}__{time.time():.3f}"
-        self.folder = args.runs_dir / run_name
+        self.folder = args.resume or args.runs_dir / run_name
         try:
-            self.folder.mkdir(parents=True)
-            (self.folder / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=2, default=str))
+            if not saved:
+                self.folder.mkdir(parents=True)
+                (self.folder / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=2, default=str))
+            for path in self.folder.glob("events*"):  # what was logged after the checkpoint comes again
+                os.truncate(path, saved["files"].get(path.name, 0))
         except OSError as error:
             fail(f"cannot write the run folder {self.folder}: {error.strerror}; choose another --runs-dir")
+        self.lock = saved.get("lock") or lock_folder(self.folder)
         self.old_handlers = {x: signal.signal(x, self.interrupt) for x in (signal.SIGINT, signal.SIGTERM)}
-        self.writer, self.latest = Writer(str(self.folder)), {}
-        self.returns, self.rewards = collections.deque(maxlen=100), []  # of the last episodes; of the current one
+        self.writer, self.step, self.latest = Writer(str(self.folder)), saved.get("step", 0), saved.get("latest", {})
+        self.returns = saved.get("returns", collections.deque(maxlen=100))  # of the last episodes
+        self.rewards = saved.get("rewards", [])  # of the current episode
         self.start = self.shown = time.monotonic()
-        self.clock = None  # the step and the time from which SPS counts
-        print(f"{header}\nRun folder {self.folder}", flush=True)
+        self.clock, self.first_step = None, self.step  # clock: the step and the time from which SPS counts
+        print(f"{header}\nRun folder {self.folder}" + f", resumed after {self.step:,} steps" * bool(saved), flush=True)
         self.progress = Progress(BarColumn(bar_width=20), "{task.description}", disable=not sys.stdout.isatty())
         self.task = self.progress.add_task("", total=args.total_timesteps)
         self.progress.start()
@@ -387,16 +545,39 @@ class Run:
     def close(self) -> None:
         self.progress.stop()
         self.writer.close()
+        self.lock.close()
         for signum, handler in self.old_handlers.items():
             signal.signal(signum, handler)
+        if self.step == 0:  # the run could not start
+            shutil.rmtree(self.folder)
 
     def steps(self, stride: int = 1):
-        while self.step < self.args.total_timesteps and not self.stop_signal:
+        while self.step < self.args.total_timesteps and not self.stops:
             self.step += stride
             yield self.step
             if time.monotonic() - self.shown > (30 if self.progress.disable else 0.5):  # seconds
                 self.show()
         self.show()
+
+    def saves(self) -> bool:
+        """Whether to save after this step: every so often, after the last one, and when a signal has come."""
+        self.stops = self.stop_signal is not None  # a signal that comes later than this waits for the next step
+        due = self.args.checkpoint_period and self.step % self.args.checkpoint_period == 0
+        return due or self.stops or self.step == self.args.total_timesteps
+
+    def save(self, networks: dict, rng: np.random.Generator, state, **parts) -> None:
+        """The policy, and the checkpoint: all that it takes to go on as if the run had never stopped."""
+        save_policy(self.folder / "policy.npz", self.args, self.step, networks)
+        if self.args.checkpoint_period == 0:
+            return
+        self.writer.flush()
+        files = [*self.folder.glob("events*"), *self.folder.glob("replay")]
+        parts |= {"args": dataclasses.asdict(self.args), "files": {path.name: path.stat().st_size for path in files}}
+        parts |= {"rng": rng.bit_generator.state, "state": jax.device_get(jax.tree.leaves(state))}
+        parts |= {name: getattr(self, name) for name in ("step", "latest", "returns", "rewards")}
+        write_file(self.folder / "checkpoint", CHECKPOINT, lambda file: pickle.dump(parts, file, protocol=5))
+        if self.step == self.args.total_timesteps:
+            (self.folder / "replay").unlink(missing_ok=True)
 
     def log(self, scalars: dict) -> None:
         """A number gives one curve, a vector gives `tag_0`, `tag_1`, ..."""
@@ -406,7 +587,7 @@ class Run:
                 self.writer.add_scalar(f"{tag}_{k}" if np.ndim(value) else tag, x, self.step)
 
     def sps(self) -> float:
-        first_step, start = self.clock or (0, self.start)
+        first_step, start = self.clock or (self.first_step, self.start)
         return (self.step - first_step) / max(time.monotonic() - start, 1e-9)
 
     def show(self) -> None:
@@ -423,11 +604,14 @@ class Run:
     def summarize(self, params) -> None:
         time_taken = datetime.timedelta(seconds=int(time.monotonic() - self.start))
         weights = np.concatenate([np.ravel(x) for x in jax.tree.leaves(params)])
-        print(f"{'Interrupted' if self.stop_signal else 'Finished'} after {self.step:,} steps and {time_taken}")
+        print(f"{'Interrupted' if self.stops else 'Finished'} after {self.step:,} steps and {time_taken}")
         if self.returns:
             print(f"Return {np.mean(self.returns):.1f}, mean of the last {len(self.returns)} episodes")
         print(f"Target with {np.count_nonzero(weights):,} non-zero weights of {weights.size:,}")
-        print(f"tensorboard --logdir {self.args.runs_dir}")
+        if self.stops and self.args.checkpoint_period:
+            print(f"python {sys.argv[0]} --resume {self.folder}")
+        print(f"python {sys.argv[0]} --evaluate {self.folder}/policy.npz")
+        print(f"tensorboard --logdir {self.folder.parent}")
 
 
 def log_reward(run: Run, reward: float, done: bool) -> None:
@@ -438,23 +622,41 @@ def log_reward(run: Run, reward: float, done: bool) -> None:
         run.rewards = []
 
 
+def play_policy(args: Args) -> None:
+    check_args(args)
+    about, networks = load_policy(args.evaluate)
+    network = QNetwork(tuple(about["features"]), about["shapes"]["target/params/Dense_1/bias"][0])
+    args = dataclasses.replace(args, env_id=about["env_id"])
+    report_returns(about, evaluate(args, np.random.default_rng(args.seed), network, networks["target"]))
+
+
 # ---- Training --------------------------------------------------------------------------------------------------------
 def train(args: Args) -> Path:
+    args, saved = load_run(args)
     check_args(args)
     rng = np.random.default_rng(args.seed)
     env = make_env(args.env_id, n_envs=1, horizon=args.horizon)
     network = QNetwork(args.features, int(env.single_action_space.n))
     state = init_agent(args, network, jax.random.key(args.seed))  # Alg. 1, l. 1
-    memory = ReplayMemory(args.buffer_size)
+    buffer_size = min(args.buffer_size, args.total_timesteps)
+    n_spare = min(args.checkpoint_period, args.total_timesteps - buffer_size)
     n_weights = sum(x.size for x in jax.tree.leaves(state.target_params))
     header = (
         f"EauDeDQN on {env_name(args.env_id)}, seed {args.seed}, on the {jax.default_backend().upper()}\n"
         f"{args.n_networks} networks of {n_weights:,} parameters, features {' '.join(map(str, args.features))}\n"
-        f"Replay memory of {args.buffer_size:,} transitions, {memory.frames.nbytes / 1e9:.2f} GB when full"
+        f"Replay memory of {args.buffer_size:,} transitions, {(buffer_size + n_spare) * math.prod(FRAME) / 1e9:.2f} GB "
+        f"{'on the disk' if args.checkpoint_period else 'when full'}"
     )
-    with contextlib.closing(Run(args, header)) as run:
-        run.log({"sparsity/target": 0.0, "charts/epsilon": 1.0})
-        observations, metrics = env.reset(seed=args.seed)[0], {}  # observations: (1, STACK, 84, 84), one environment
+    with contextlib.closing(Run(args, header, saved)) as run:
+        memory = ReplayMemory(buffer_size, n_spare, run.folder / "replay" if args.checkpoint_period else None)
+        episode, metrics = [int(rng.integers(2**30))], {}  # the seed and the actions of the current episode
+        if saved:
+            state = jax.tree.unflatten(jax.tree.structure(state), jax.device_put(saved["state"]))
+            rng.bit_generator.state, episode, metrics = saved["rng"], saved["episode"], saved["metrics"]
+            vars(memory).update(saved["memory"], frames=memory.frames)
+        else:
+            run.log({"sparsity/target": 0.0, "charts/epsilon": 1.0})
+        observations = replay_episode(env, episode)  # (1, STACK, 84, 84), one environment
         for step in run.steps():  # l. 2
             behaviour_idx = rng.choice(args.n_networks, p=network_probabilities(state.cumulated_losses))  # l. 3
             epsilon = np.interp(step, (0, args.epsilon_duration), (1, args.epsilon_end))
@@ -463,9 +665,13 @@ def train(args: Args) -> Path:
             else:
                 actions = np.asarray(behaviour_actions(network, state.params, behaviour_idx, observations))
             next_observations, rewards, terminals, truncations, _ = env.step(actions)
+            episode.append(actions)
+            if done := terminals[0] or truncations[0]:
+                episode = [int(rng.integers(2**30))]
+                next_observations = replay_episode(env, episode)
             memory.add(observations, actions, rewards, terminals, truncations, next_observations)  # l. 5
             observations = next_observations
-            log_reward(run, rewards[0], terminals[0] or truncations[0])
+            log_reward(run, rewards[0], done)
 
             if step > args.learning_starts and step % args.gradient_period == 0:  # l. 6
                 batch = memory.sample(rng, args.batch_size)  # l. 7
@@ -485,11 +691,21 @@ def train(args: Args) -> Path:
 
             if step % LOG_PERIOD == 0:
                 run.log({"charts/SPS": run.sps(), "charts/epsilon": epsilon, **metrics})
+            if run.saves():
+                if args.checkpoint_period:
+                    memory.frames.flush()
+                parts = {"memory": vars(memory) | {"frames": None}, "episode": episode}
+                parts["metrics"] = jax.device_get(metrics)
+                run.save({"target": state.target_params}, rng, state, **parts)
     run.summarize(state.target_params)
-    if run.stop_signal:
+    if run.stops:
         sys.exit(128 + run.stop_signal)
     return run.folder
 
 
+def main(args: Args) -> None:
+    play_policy(args) if args.evaluate else train(args)
+
+
 if __name__ == "__main__":
-    train(tyro.cli(Args, description=__doc__))
+    main(tyro.cli(Args, description=__doc__))

@@ -1,8 +1,8 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
-#     "flax>=0.12", "gymnasium[mujoco]>=1.2", "jax>=0.10", "mujoco>=3.1", "numpy>=2", "optax>=0.2.5", "rich>=14",
-#     "tensorboard>=2.20", "tyro>=1.0",
+#     "flax>=0.12", "gymnasium[mujoco]>=1.2", "imageio>=2.34", "jax>=0.10", "mujoco>=3.1", "numpy>=2",
+#     "optax>=0.2.5", "rich>=14", "tensorboard>=2.20", "tyro>=1.0",
 # ]
 # ///
 """EauDeSAC on MuJoCo: two populations of critics of growing sparsity, and in each the best gives the shared target.
@@ -19,9 +19,15 @@ import contextlib
 import dataclasses
 import datetime
 import difflib
+import fcntl
 import functools
+import hashlib
+import io
 import json
 import math
+import os
+import pickle
+import shutil
 import signal
 import sys
 import time
@@ -29,7 +35,9 @@ from pathlib import Path
 from typing import Literal, NamedTuple, NoReturn
 
 import flax.linen as nn
+import flax.traverse_util
 import gymnasium
+import imageio.v3 as imageio
 import jax
 import jax.numpy as jnp
 import mujoco
@@ -51,6 +59,10 @@ class Args:
     seed: int = 1  # seed of everything that is random
     total_timesteps: int = 1_000_000  # steps of the run: in the environment online, of the gradient offline [t_final]
     runs_dir: Path = Path("runs")  # folder in which the run gets a folder of its own
+    checkpoint_period: int = 50_000  # steps between two checkpoints, from which the run can go on; 0 writes none
+    resume: Path | None = None  # folder of a run to go on with, under its own flags
+    evaluate: Path | None = None  # policy.npz to play, instead of training
+    capture_video: Path | None = None  # .gif file for the first episode of --evaluate
     critic_features: tuple[int, ...] = (256, 256)  # widths of the hidden layers of a critic
     actor_features: tuple[int, ...] = (256, 256)  # widths of the hidden layers of the actor
     n_networks: int = 5  # online networks that learn side by side [K]
@@ -77,7 +89,8 @@ class Args:
 
 
 # Whole numbers are at least 1, others between 0 and 1, but for these limits. In a pair the first is not the smaller.
-LIMITS = {"seed": (0, 2**31 - 1), "critic_features": (1, math.inf), "actor_features": (1, math.inf), "tau": (1e-6, 1)}
+LIMITS = {"seed": (0, 2**31 - 1), "checkpoint_period": (0, math.inf)}
+LIMITS |= {"critic_features": (1, math.inf), "actor_features": (1, math.inf), "tau": (1e-6, 1)}
 LIMITS |= {"max_noise": (0, 1e9), "actor_final_sparsity": (0, 0.9999)}
 PAIRS = {"n_networks": "tournament_size", "pruning_end": "pruning_start", "learning_starts": "batch_size"}
 PAIRS["total_timesteps"] = "learning_starts"
@@ -98,6 +111,8 @@ def check_args(args: Args) -> None:
             fail(f"{flag} must be at least {limits[0]}{at_most}, not {value}")
         if field.name in PAIRS and value < getattr(args, other := PAIRS[field.name]):
             fail(f"{flag} {value} is smaller than --{other.replace('_', '-')} {getattr(args, other)}")
+    if (video := args.capture_video) and not (args.evaluate and video.suffix == ".gif" and video.parent.is_dir()):
+        fail(f"--capture-video {video} must be a .gif file in a folder that exists, and goes with --evaluate")
 
 
 # ---- Environment -----------------------------------------------------------------------------------------------------
@@ -112,12 +127,12 @@ def env_name(env_id: str) -> str:
     return known[env_id.lower()]
 
 
-def make_env(env_id: str) -> gymnasium.Env:
+def make_env(env_id: str, render_mode: str | None = None) -> gymnasium.Env:
     """The task with its own time limit, 1,000 steps in those of the paper [H], and actions scaled to [-1, 1]."""
     name = env_name(env_id)
     mujoco.set_mju_user_warning(lambda message: None)  # of model files, which are Gymnasium's and not the user's
     try:
-        env = gymnasium.make(name, disable_env_checker=True)
+        env = gymnasium.make(name, disable_env_checker=True, render_mode=render_mode)
     except (gymnasium.error.Error, ImportError) as error:
         fail(f"{name} cannot be made: {error}")
     finally:
@@ -128,6 +143,14 @@ def make_env(env_id: str) -> gymnasium.Env:
     if not isinstance(actions, box) or len(actions.shape) != 1 or not actions.is_bounded():
         fail(f"{name} has actions {actions}: they must be a vector of bounded numbers, as in HalfCheetah")
     return gymnasium.wrappers.RescaleAction(env, np.float32(-1), np.float32(1))  # plain floats draw a warning
+
+
+def replay_episode(env, episode: list) -> np.ndarray:
+    """Play it once more: an episode is its seed and its actions. They lead to the same observation each time."""
+    observations, _ = env.reset(seed=episode[0])
+    for actions in episode[1:]:
+        observations = env.step(actions)[0]
+    return observations
 
 
 # ---- Replay memory ---------------------------------------------------------------------------------------------------
@@ -415,25 +438,118 @@ def evaluate_actor(envs: list[gymnasium.Env], actor: Actor, params) -> np.ndarra
     return returns
 
 
-# ---- Reporting: run folder, TensorBoard, screen ----------------------------------------------------------------------
+# ---- Saving: policy, checkpoint, run folder, TensorBoard, screen -----------------------------------------------------
+POLICY, CHECKPOINT = f"policy for *_{Path(__file__).stem.split('_')[-1]}.py", f"checkpoint of {Path(__file__).name}"
+
+
+def write_file(path: Path, kind: str, write) -> None:
+    """There as a whole or not at all, with a digest at its end: of the content, and of what kind of file it is."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        with open(temporary, "w+b") as file:
+            write(file)
+            file.seek(0)
+            file.write(hashlib.file_digest(file, lambda: hashlib.blake2b(kind.encode())).digest())
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        fail(f"cannot write {path}: {error.strerror}")
+
+
+def read_file(path: Path, kind: str) -> memoryview:
+    try:
+        data = memoryview(path.read_bytes())
+    except OSError as error:
+        fail(f"cannot read {path}: {error.strerror}")
+    digest = hashlib.blake2b(kind.encode())
+    digest.update(data[:-64])
+    if digest.digest() != data[-64:]:
+        fail(f"{path} is not a {kind}, or it is damaged")
+    return data[:-64]
+
+
+def save_policy(path: Path, args: Args, step: int, networks: dict) -> None:
+    """Of each tensor the weights that are not zero, and a bit for every weight that says whether it is one of them."""
+    tensors = flax.traverse_util.flatten_dict(jax.device_get(networks), sep="/")
+    about = {"script": Path(__file__).stem, "env_id": env_name(args.env_id), "step": step}
+    about |= {name: value for name, value in dataclasses.asdict(args).items() if name.endswith("features")}
+    about["sparsity"] = {name: sparsity_of(jax.tree.map(lambda x: x != 0, x)) for name, x in networks.items()}
+    about["shapes"] = {name: x.shape for name, x in tensors.items()}
+    arrays = {f"{name}/mask": np.packbits(x != 0) for name, x in tensors.items()}
+    arrays |= {f"{name}/weights": x[x != 0] for name, x in tensors.items()}
+    write_file(path, POLICY, lambda file: np.savez_compressed(file, about=json.dumps(about), **arrays))
+
+
+def load_policy(path: Path) -> tuple[dict, dict]:
+    """What the file says about the policy, and its networks."""
+    arrays = np.load(io.BytesIO(read_file(path, POLICY)))
+    about = json.loads(str(arrays["about"]))
+    tensors = {name: np.zeros(shape, np.float32) for name, shape in about["shapes"].items()}
+    for name, x in tensors.items():
+        x[np.unpackbits(arrays[f"{name}/mask"], count=x.size).reshape(x.shape) == 1] = arrays[f"{name}/weights"]
+    return about, flax.traverse_util.unflatten_dict(tensors, sep="/")
+
+
+def report_returns(about: dict, returns: np.ndarray) -> None:
+    sparsities = ", ".join(f"{name} {sparsity:.3f}" for name, sparsity in about["sparsity"].items())
+    print(f"{about['env_id']}, {about['script']}.py after {about['step']:,} steps, sparsity of {sparsities}")
+    print(f"Return {returns.mean():.1f} +- {returns.std():.1f}, mean and standard deviation of {len(returns)} episodes")
+    print("Each:", *np.round(returns, 1))
+
+
+def lock_folder(folder: Path):
+    """A file that is locked until it is closed: one process for a run."""
+    try:
+        lock = open(folder / "args.json")  # noqa: SIM115
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return lock
+    except BlockingIOError:
+        fail(f"another process is at work on {folder}")
+    except OSError as error:
+        fail(f"{folder} is not the folder of a run: {error.strerror}")
+
+
+def load_run(args: Args) -> tuple[Args, dict]:
+    """With --resume, the flags of that run and its checkpoint."""
+    if not args.resume:
+        return args, {}
+    if args != Args(resume=args.resume):
+        fail("--resume goes on with the run's own flags: leave out all others")
+    lock = lock_folder(args.resume)
+    saved = pickle.loads(read_file(args.resume / "checkpoint", CHECKPOINT)) | {"lock": lock}
+    if saved["step"] == saved["args"]["total_timesteps"]:
+        print(f"{args.resume} is finished: all its {saved['step']:,} steps are done")
+        sys.exit()
+    for path, size in ((args.resume / name, size) for name, size in saved["files"].items()):
+        if not path.exists() or path.stat().st_size < size:
+            fail(f"{path} is missing, or smaller than when the checkpoint was written")
+    return Args(**saved["args"] | {"resume": args.resume}), saved
+
+
 class Run:
     """A run as a person sees it: its folder, its TensorBoard curves and its progress on the screen."""
 
-    def __init__(self, args: Args, header: str):
-        self.args, self.step, self.stop_signal = args, 0, None
+    def __init__(self, args: Args, header: str, saved: dict):
+        self.args, self.stop_signal, self.stops = args, None, False
         run_name = f"{env_name(args.env_id)}__{Path(__file__).stem}__{args.seed}__{time.time():.3f}"
-        self.folder = args.runs_dir / run_name
+        self.folder = args.resume or args.runs_dir / run_name
         try:
-            self.folder.mkdir(parents=True)
-            (self.folder / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=2, default=str))
+            if not saved:
+                self.folder.mkdir(parents=True)
+                (self.folder / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=2, default=str))
+            for path in self.folder.glob("events*"):  # what was logged after the checkpoint comes again
+                os.truncate(path, saved["files"].get(path.name, 0))
         except OSError as error:
             fail(f"cannot write the run folder {self.folder}: {error.strerror}; choose another --runs-dir")
+        self.lock = saved.get("lock") or lock_folder(self.folder)
         self.old_handlers = {x: signal.signal(x, self.interrupt) for x in (signal.SIGINT, signal.SIGTERM)}
-        self.writer, self.latest = Writer(str(self.folder)), {}
-        self.returns, self.rewards = collections.deque(maxlen=100), []  # of the last episodes; of the current one
+        self.writer, self.step, self.latest = Writer(str(self.folder)), saved.get("step", 0), saved.get("latest", {})
+        self.returns = saved.get("returns", collections.deque(maxlen=100))  # of the last episodes
+        self.rewards = saved.get("rewards", [])  # of the current episode
         self.start = self.shown = time.monotonic()
-        self.clock = None  # the step and the time from which SPS counts
-        print(f"{header}\nRun folder {self.folder}", flush=True)
+        self.clock, self.first_step = None, self.step  # clock: the step and the time from which SPS counts
+        print(f"{header}\nRun folder {self.folder}" + f", resumed after {self.step:,} steps" * bool(saved), flush=True)
         self.progress = Progress(BarColumn(bar_width=20), "{task.description}", disable=not sys.stdout.isatty())
         self.task = self.progress.add_task("", total=args.total_timesteps)
         self.progress.start()
@@ -445,16 +561,39 @@ class Run:
     def close(self) -> None:
         self.progress.stop()
         self.writer.close()
+        self.lock.close()
         for signum, handler in self.old_handlers.items():
             signal.signal(signum, handler)
+        if self.step == 0:  # the run could not start
+            shutil.rmtree(self.folder)
 
     def steps(self, stride: int = 1):
-        while self.step < self.args.total_timesteps and not self.stop_signal:
+        while self.step < self.args.total_timesteps and not self.stops:
             self.step += stride
             yield self.step
             if time.monotonic() - self.shown > (30 if self.progress.disable else 0.5):  # seconds
                 self.show()
         self.show()
+
+    def saves(self) -> bool:
+        """Whether to save after this step: every so often, after the last one, and when a signal has come."""
+        self.stops = self.stop_signal is not None  # a signal that comes later than this waits for the next step
+        due = self.args.checkpoint_period and self.step % self.args.checkpoint_period == 0
+        return due or self.stops or self.step == self.args.total_timesteps
+
+    def save(self, networks: dict, rng: np.random.Generator, state, **parts) -> None:
+        """The policy, and the checkpoint: all that it takes to go on as if the run had never stopped."""
+        save_policy(self.folder / "policy.npz", self.args, self.step, networks)
+        if self.args.checkpoint_period == 0:
+            return
+        self.writer.flush()
+        files = [*self.folder.glob("events*"), *self.folder.glob("replay")]
+        parts |= {"args": dataclasses.asdict(self.args), "files": {path.name: path.stat().st_size for path in files}}
+        parts |= {"rng": rng.bit_generator.state, "state": jax.device_get(jax.tree.leaves(state))}
+        parts |= {name: getattr(self, name) for name in ("step", "latest", "returns", "rewards")}
+        write_file(self.folder / "checkpoint", CHECKPOINT, lambda file: pickle.dump(parts, file, protocol=5))
+        if self.step == self.args.total_timesteps:
+            (self.folder / "replay").unlink(missing_ok=True)
 
     def log(self, scalars: dict) -> None:
         """A number gives one curve, a vector gives `tag_0`, `tag_1`, ..."""
@@ -464,7 +603,7 @@ class Run:
                 self.writer.add_scalar(f"{tag}_{k}" if np.ndim(value) else tag, x, self.step)
 
     def sps(self) -> float:
-        first_step, start = self.clock or (0, self.start)
+        first_step, start = self.clock or (self.first_step, self.start)
         return (self.step - first_step) / max(time.monotonic() - start, 1e-9)
 
     def show(self) -> None:
@@ -481,11 +620,14 @@ class Run:
     def summarize(self, params) -> None:
         time_taken = datetime.timedelta(seconds=int(time.monotonic() - self.start))
         weights = np.concatenate([np.ravel(x) for x in jax.tree.leaves(params)])
-        print(f"{'Interrupted' if self.stop_signal else 'Finished'} after {self.step:,} steps and {time_taken}")
+        print(f"{'Interrupted' if self.stops else 'Finished'} after {self.step:,} steps and {time_taken}")
         if self.returns:
             print(f"Return {np.mean(self.returns):.1f}, mean of the last {len(self.returns)} episodes")
         print(f"Target with {np.count_nonzero(weights):,} non-zero weights of {weights.size:,}")
-        print(f"tensorboard --logdir {self.args.runs_dir}")
+        if self.stops and self.args.checkpoint_period:
+            print(f"python {sys.argv[0]} --resume {self.folder}")
+        print(f"python {sys.argv[0]} --evaluate {self.folder}/policy.npz")
+        print(f"tensorboard --logdir {self.folder.parent}")
 
 
 def log_reward(run: Run, reward: float, done: bool) -> None:
@@ -496,15 +638,35 @@ def log_reward(run: Run, reward: float, done: bool) -> None:
         run.rewards = []
 
 
+def play_policy(args: Args) -> None:
+    check_args(args)
+    about, networks = load_policy(args.evaluate)
+    envs = [make_env(about["env_id"]) for _ in range(args.eval_episodes)]
+    if args.capture_video:
+        if sys.platform == "linux" and "DISPLAY" not in os.environ:  # a server: draw without a screen
+            os.environ.setdefault("MUJOCO_GL", "egl")
+        try:
+            envs[0] = gymnasium.wrappers.RenderCollection(make_env(about["env_id"], render_mode="rgb_array"))
+            envs[0].reset()
+        except Exception as error:  # each driver has its own
+            fail(f"MuJoCo cannot render on this machine ({error}): leave out --capture-video")
+    actor = Actor(tuple(about["actor_features"]), *envs[0].action_space.shape)
+    report_returns(about, evaluate_actor(envs, actor, networks["actor"]))
+    if args.capture_video:
+        frames = [frame[::2, ::2] for frame in envs[0].render()[::2]]  # half the steps, half the pixels: a small file
+        imageio.imwrite(args.capture_video, frames, duration=2_000 / envs[0].metadata["render_fps"], loop=0)
+
+
 # ---- Training --------------------------------------------------------------------------------------------------------
 def train(args: Args) -> Path:
+    args, saved = load_run(args)
     check_args(args)
     rng = np.random.default_rng(args.seed)
     env, *eval_envs = [make_env(args.env_id) for _ in range(1 + args.eval_episodes)]
     (n_observations,), (n_actions,) = env.observation_space.shape, env.action_space.shape
     actor, critic = Actor(args.actor_features, n_actions), Critic(args.critic_features)
-    observation, metrics = env.reset(seed=int(rng.integers(2**31)))[0], {}
-    state = init_agent(args, actor, critic, jax.random.key(args.seed), observation)  # Alg. 2, l. 1
+    episode, metrics = [int(rng.integers(2**31))], {}  # the seed and the actions of the current episode
+    state = init_agent(args, actor, critic, jax.random.key(args.seed), np.zeros(n_observations))  # Alg. 2, l. 1
     memory = TransitionMemory(args.buffer_size, n_observations, n_actions)
     n_weights = sum(x[0, 0].size for x in jax.tree.leaves(state.params))
     features = " ".join(map(str, args.critic_features))
@@ -513,8 +675,16 @@ def train(args: Args) -> Path:
         f"2 x {args.n_networks} critics of {n_weights:,} parameters, features {features}\n"
         f"Replay memory of {args.buffer_size:,} transitions, {memory.nbytes / 1e9:.2f} GB when full"
     )
-    with contextlib.closing(Run(args, header)) as run:
-        run.log({"sparsity/target": 0.0})
+    with contextlib.closing(Run(args, header, saved)) as run:
+        if saved:
+            state = jax.tree.unflatten(jax.tree.structure(state), jax.device_put(saved["state"]))
+            rng.bit_generator.state, episode, metrics = saved["rng"], saved["episode"], saved["metrics"]
+            memory.n_added = saved["n_added"]
+            for column, values in zip(memory.rows, saved["rows"]):
+                column[: len(values)] = values
+        else:
+            run.log({"sparsity/target": 0.0})
+        observation = replay_episode(env, episode)
         for step in run.steps():  # l. 2
             if step <= args.learning_starts:
                 action = rng.uniform(-1, 1, n_actions)
@@ -529,8 +699,12 @@ def train(args: Args) -> Path:
                 run.clock = run.clock or (step, time.monotonic())  # SPS counts from the first update, which compiles
             next_observation, reward, terminal, truncation, _ = env.step(action)
             memory.add(observation, action, reward, next_observation, terminal)
+            episode.append(action)
             log_reward(run, reward, done := terminal or truncation)
-            observation = env.reset(seed=int(rng.integers(2**31)))[0] if done else next_observation
+            if done:
+                episode = [int(rng.integers(2**31))]
+                next_observation = replay_episode(env, episode)
+            observation = next_observation
             if not np.isfinite(state.cumulated_losses).any(axis=1).all():
                 fail(f"all networks of a critic have diverged at step {step}; try a lower --learning-rate")
 
@@ -553,11 +727,21 @@ def train(args: Args) -> Path:
                 run.progress.print(f"Evaluation after {step:,} steps: {returns.mean():.1f}")
             if step % LOG_PERIOD == 0:
                 run.log({"charts/SPS": run.sps(), **metrics})
+            if run.saves():
+                critics = network_at(state.params, (jnp.arange(2), state.target_idx))
+                networks = {f"critic_{i}": network_at(critics, i) for i in range(2)}
+                parts = {"rows": [x[: memory.n_added] for x in memory.rows], "n_added": memory.n_added}
+                parts |= {"episode": episode, "metrics": jax.device_get(metrics)}
+                run.save({"actor": state.actor_params, **networks}, rng, state, **parts)
     run.summarize(network_at(state.params, (jnp.arange(2), state.target_idx)))
-    if run.stop_signal:
+    if run.stops:
         sys.exit(128 + run.stop_signal)
     return run.folder
 
 
+def main(args: Args) -> None:
+    play_policy(args) if args.evaluate else train(args)
+
+
 if __name__ == "__main__":
-    train(tyro.cli(Args, description=__doc__))
+    main(tyro.cli(Args, description=__doc__))
