@@ -475,7 +475,8 @@ def read_file(path: Path, kind: str) -> memoryview:
 
 def save_policy(path: Path, args: Args, step: int, networks: dict) -> None:
     """Of each tensor the weights that are not zero, and a bit for every weight that says whether it is one of them."""
-    tensors = flax.traverse_util.flatten_dict(jax.device_get(networks), sep="/")
+    networks = jax.device_get(networks)
+    tensors = flax.traverse_util.flatten_dict(networks, sep="/")
     about = {"script": Path(__file__).stem, "env_id": env_name(args.env_id), "step": step}
     about |= {name: value for name, value in dataclasses.asdict(args).items() if name.endswith("features")}
     about["sparsity"] = {name: sparsity_of(jax.tree.map(lambda x: x != 0, x)) for name, x in networks.items()}
@@ -592,6 +593,9 @@ class Run:
             return
         self.writer.flush()
         files = [*self.folder.glob("events*"), *self.folder.glob("replay")]
+        for path in files:
+            with open(path, "rb+") as file:
+                os.fsync(file.fileno())  # they too have to outlive the machine
         parts |= {"args": dataclasses.asdict(self.args), "files": {path.name: path.stat().st_size for path in files}}
         parts |= {"rng": rng.bit_generator.state, "state": jax.device_get(jax.tree.leaves(state))}
         parts |= {name: getattr(self, name) for name in ("step", "latest", "returns", "rewards")}

@@ -19,6 +19,7 @@ import contextlib
 import dataclasses
 import datetime
 import difflib
+import errno
 import fcntl
 import functools
 import hashlib
@@ -162,10 +163,13 @@ class Batch(NamedTuple):
 def frames_on_disk(path: Path, shape: tuple[int, ...]) -> np.ndarray:
     """An array in a file, which outlives the process. Its room on the disk is taken at once."""
     n_bytes, n_free = math.prod(shape), shutil.disk_usage(path.parent).free
+    reserve = getattr(os, "posix_fallocate", lambda file, _, size: os.truncate(file, size))  # macOS has none
     try:
         if not path.exists():
+            if n_bytes > n_free:
+                raise OSError(errno.ENOSPC, "the disk is too full")  # said at once, before it is filled to the brim
             with open(path, "xb") as file:
-                os.posix_fallocate(file.fileno(), 0, n_bytes)
+                reserve(file.fileno(), 0, n_bytes)
         return np.memmap(path, np.uint8, "r+", shape=shape)
     except OSError as error:
         needs = f"the replay memory needs {n_bytes / 1e9:.2f} GB in {path.parent}, {(n_bytes - n_free) / 1e9:.2f} GB"
@@ -455,7 +459,8 @@ def read_file(path: Path, kind: str) -> memoryview:
 
 def save_policy(path: Path, args: Args, step: int, networks: dict) -> None:
     """Of each tensor the weights that are not zero, and a bit for every weight that says whether it is one of them."""
-    tensors = flax.traverse_util.flatten_dict(jax.device_get(networks), sep="/")
+    networks = jax.device_get(networks)
+    tensors = flax.traverse_util.flatten_dict(networks, sep="/")
     about = {"script": Path(__file__).stem, "env_id": env_name(args.env_id), "step": step}
     about |= {name: value for name, value in dataclasses.asdict(args).items() if name.endswith("features")}
     about["sparsity"] = {name: sparsity_of(jax.tree.map(lambda x: x != 0, x)) for name, x in networks.items()}
@@ -572,6 +577,9 @@ class Run:
             return
         self.writer.flush()
         files = [*self.folder.glob("events*"), *self.folder.glob("replay")]
+        for path in files:
+            with open(path, "rb+") as file:
+                os.fsync(file.fileno())  # they too have to outlive the machine
         parts |= {"args": dataclasses.asdict(self.args), "files": {path.name: path.stat().st_size for path in files}}
         parts |= {"rng": rng.bit_generator.state, "state": jax.device_get(jax.tree.leaves(state))}
         parts |= {name: getattr(self, name) for name in ("step", "latest", "returns", "rewards")}
@@ -692,8 +700,6 @@ def train(args: Args) -> Path:
             if step % LOG_PERIOD == 0:
                 run.log({"charts/SPS": run.sps(), "charts/epsilon": epsilon, **metrics})
             if run.saves():
-                if args.checkpoint_period:
-                    memory.frames.flush()
                 parts = {"memory": vars(memory) | {"frames": None}, "episode": episode}
                 parts["metrics"] = jax.device_get(metrics)
                 run.save({"target": state.target_params}, rng, state, **parts)

@@ -123,12 +123,12 @@ def env_name(env_id: str) -> str:
     return known[env_id.lower()]
 
 
-def make_env(env_id: str, render_mode: str | None = None) -> gymnasium.Env:
+def make_env(env_id: str, **options) -> gymnasium.Env:
     """The task with its own time limit, 1,000 steps in those of the paper [H], and actions scaled to [-1, 1]."""
     name = env_name(env_id)
     mujoco.set_mju_user_warning(lambda message: None)  # of model files, which are Gymnasium's and not the user's
     try:
-        env = gymnasium.make(name, disable_env_checker=True, render_mode=render_mode)
+        env = gymnasium.make(name, disable_env_checker=True, **options)
     except (gymnasium.error.Error, ImportError) as error:
         fail(f"{name} cannot be made: {error}")
     finally:
@@ -425,7 +425,8 @@ def read_file(path: Path, kind: str) -> memoryview:
 
 def save_policy(path: Path, args: Args, step: int, networks: dict) -> None:
     """Of each tensor the weights that are not zero, and a bit for every weight that says whether it is one of them."""
-    tensors = flax.traverse_util.flatten_dict(jax.device_get(networks), sep="/")
+    networks = jax.device_get(networks)
+    tensors = flax.traverse_util.flatten_dict(networks, sep="/")
     about = {"script": Path(__file__).stem, "env_id": env_name(args.env_id), "step": step}
     about |= {name: value for name, value in dataclasses.asdict(args).items() if name.endswith("features")}
     about["sparsity"] = {name: sparsity_of(jax.tree.map(lambda x: x != 0, x)) for name, x in networks.items()}
@@ -542,6 +543,9 @@ class Run:
             return
         self.writer.flush()
         files = [*self.folder.glob("events*"), *self.folder.glob("replay")]
+        for path in files:
+            with open(path, "rb+") as file:
+                os.fsync(file.fileno())  # they too have to outlive the machine
         parts |= {"args": dataclasses.asdict(self.args), "files": {path.name: path.stat().st_size for path in files}}
         parts |= {"rng": rng.bit_generator.state, "state": jax.device_get(jax.tree.leaves(state))}
         parts |= {name: getattr(self, name) for name in ("step", "latest", "returns", "rewards")}
@@ -600,7 +604,7 @@ def play_policy(args: Args) -> None:
         if sys.platform == "linux" and "DISPLAY" not in os.environ:  # a server: draw without a screen
             os.environ.setdefault("MUJOCO_GL", "egl")
         try:
-            envs[0] = gymnasium.wrappers.RenderCollection(make_env(about["env_id"], render_mode="rgb_array"))
+            envs[0] = make_env(about["env_id"], render_mode="rgb_array_list")
             envs[0].reset()
         except Exception as error:  # each driver has its own
             fail(f"MuJoCo cannot render on this machine ({error}): leave out --capture-video")

@@ -1,11 +1,11 @@
 """A run that was killed and resumed ends as one that never stopped. Damaged and foreign files are refused."""
 
+import gc
 import gzip
-import json
-import os
 import pickle
 import random
-import re
+import shutil
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 from common import TINY, scalars
+from probe import Probe
 from test_replay_data import logged_rows, write_file
 
 import eaudecql_atari
@@ -27,7 +28,8 @@ import polyprune_sac_mujoco
 TOTAL, PERIOD = 1_200, 250
 SHORT = f"--total-timesteps {TOTAL} --checkpoint-period {PERIOD} --batch-size 8"
 ATARI = f"{SHORT} --env-id Pong --horizon 170 --features 2 3 3 4 --eval-episodes 2"
-ONLINE = f"{ATARI} --learning-starts 100 --gradient-period 6 --target-period 60 --buffer-size 300 --epsilon-duration 400"
+ONLINE = f"{ATARI} --learning-starts 100 --gradient-period 6 --target-period 60 --buffer-size 300"
+ONLINE += " --epsilon-duration 400"
 OFFLINE = f"{ATARI} --dataset-dir data --files-in-memory 2 --epoch-steps 400 --target-period 60"
 MUJOCO = f"{SHORT} --env-id Hopper --learning-starts 100 --critic-features 8 --actor-features 8 --buffer-size 300"
 MUJOCO += " --pruning-period 60 --actor-final-sparsity 0.5 --eval-period 400 --eval-episodes 2 --policy-delay 7"
@@ -61,7 +63,7 @@ def checkpoint(run):
 
 
 def run_until_the_end(folder, script, name, strikes):
-    """Start, be struck, resume, be struck, ..., resume, finish. (signal, moment, step it goes on from) of each strike."""
+    """Start, be struck, resume, be struck, ..., resume, finish. Of a strike: signal, moment, step of the checkpoint."""
     arguments = flags(script, name)
     for signum, moment, step in strikes:
         result = start(folder, script, arguments, f"{signum} {moment}")
@@ -85,11 +87,18 @@ def contents(run):
     """All that a run leaves behind, but for its speed and its place."""
     saved = checkpoint(run)
     del saved["args"], saved["files"], saved["latest"]["charts/SPS"]
-    if "recorder" in saved:
-        del saved["recorder"]["folder"]
+    saved.pop("recorder", None)
     curves = {tag: values for tag, values in scalars(run).items() if tag != "charts/SPS"}
-    recording = sorted(Path(f"{run.parent}_data").glob("*"))
-    return saved, curves, (run / "policy.npz").read_bytes(), [gzip.open(path).read() for path in recording]
+    return saved, curves, (run / "policy.npz").read_bytes(), recording(Path(f"{run.parent}_data"))
+
+
+def recording(folder):
+    """All rows that were recorded. Where one file ends and the next begins is another matter: a checkpoint ends one."""
+    members = {}
+    for path in sorted(folder.glob("*"), key=lambda path: int(path.suffixes[-2][1:])):
+        with gzip.open(path) as file:
+            members.setdefault(path.name.split("_")[1], []).append(np.load(file))
+    return {name: np.concatenate(arrays) for name, arrays in members.items()}
 
 
 def assert_same_contents(run, other):
@@ -131,5 +140,200 @@ def test_a_run_that_was_struck_ends_as_one_that_was_not(script, tmp_path):
     assert len(curves["charts/SPS"]) == 1
     assert any(tag.startswith("losses/") and values[0][0] == 1_000 for tag, values in curves.items())
     assert not (never / "replay").exists()
+    assert script is not polyprune_dqn_atari or len(contents(never)[3]["action"]) > TOTAL
     assert_same_contents(killed, never)
     assert_same_contents(stopped, never)
+
+
+PONG = dict(env_id="Pong", features=TINY, total_timesteps=400, learning_starts=50, batch_size=8, buffer_size=100)
+
+
+def stop_after(n_steps, script, monkeypatch):
+    """Ctrl-C in that step of the next run."""
+    rewards, log_reward = [], script.log_reward
+
+    def log(run, reward, done):
+        rewards.append(reward)
+        if len(rewards) == n_steps:
+            signal.raise_signal(signal.SIGINT)
+        log_reward(run, reward, done)
+
+    monkeypatch.setattr(script, "log_reward", log)
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """The folder of a run of PolyPruneDQN that was stopped."""
+    folder = tmp_path_factory.mktemp("runs")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        stop_after(123, polyprune_dqn_atari, monkeypatch)
+        with pytest.raises(SystemExit) as exit_info:
+            polyprune_dqn_atari.train(polyprune_dqn_atari.Args(runs_dir=folder, **PONG))
+    assert exit_info.value.code == 130
+    return next(folder.iterdir())
+
+
+@pytest.fixture
+def run(stopped, tmp_path):
+    return Path(shutil.copytree(stopped, tmp_path / "run"))
+
+
+def assert_refused(script, args, folder, message, capsys):
+    """One message, exit code 2, and the folder stays as it was."""
+    before = {path: path.read_bytes() for path in folder.iterdir()} if folder.exists() else {}
+    with pytest.raises(SystemExit) as exit_info:
+        script.main(args)
+    assert exit_info.value.code == 2
+    del exit_info  # its traceback holds on to the lock, which ends with the process at the command line
+    gc.collect()
+    output = capsys.readouterr()
+    assert (output.out, output.err) == ("", f"error: {message}\n")
+    assert before == ({path: path.read_bytes() for path in folder.iterdir()} if folder.exists() else {})
+
+
+def flip(data, position):
+    return data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :]
+
+
+DAMAGES = {
+    "empty": lambda data: b"",
+    "of one byte": lambda data: data[:1],
+    "half": lambda data: data[: len(data) // 2],
+    "short of a byte": lambda data: data[:-1],
+    "longer": lambda data: data + b"0",
+    "another pickle": lambda data: pickle.dumps({"step": 3}),
+    **{f"flipped at {i} / 20": lambda data, i=i: flip(data, i * len(data) // 20) for i in range(20)},
+    "flipped at the end": lambda data: flip(data, len(data) - 1),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+@pytest.mark.parametrize("name", ["checkpoint", "policy.npz"])
+def test_damaged_files_are_refused(name, damage, run, capsys):
+    path = run / name
+    path.write_bytes(damage(path.read_bytes()))
+    script, policy = polyprune_dqn_atari, name == "policy.npz"
+    args = script.Args(evaluate=path) if policy else script.Args(resume=run)
+    kind = "policy for *_atari.py" if policy else "checkpoint of polyprune_dqn_atari.py"
+    assert_refused(script, args, run, f"{path} is not a {kind}, or it is damaged", capsys)
+
+
+def test_foreign_runs_and_files_are_refused(run, tmp_path, capsys):
+    script, nowhere = polyprune_dqn_atari, tmp_path / "nowhere"
+    path = run / "checkpoint"
+    for other in FLAGS:
+        if other is not script:
+            message = f"{path} is not a checkpoint of {other.__name__}.py, or it is damaged"
+            assert_refused(other, other.Args(resume=run), run, message, capsys)
+    message = f"{path} is not a policy for *_atari.py, or it is damaged"
+    assert_refused(script, script.Args(evaluate=path), run, message, capsys)
+    message = f"{run / 'policy.npz'} is not a policy for *_mujoco.py, or it is damaged"
+    assert_refused(eaudesac_mujoco, eaudesac_mujoco.Args(evaluate=run / "policy.npz"), run, message, capsys)
+    shutil.copy(run / "policy.npz", path)
+    message = f"{path} is not a checkpoint of {script.__name__}.py, or it is damaged"
+    assert_refused(script, script.Args(resume=run), run, message, capsys)
+    path.unlink()
+    message = f"cannot read {path}: No such file or directory"
+    assert_refused(script, script.Args(resume=run), run, message, capsys)
+    message = f"{nowhere} is not the folder of a run: No such file or directory"
+    assert_refused(script, script.Args(resume=nowhere), nowhere, message, capsys)
+    message = f"cannot read {nowhere}: No such file or directory"
+    assert_refused(script, script.Args(evaluate=nowhere), nowhere, message, capsys)
+
+
+@pytest.mark.parametrize("pattern", ["replay", "events*"])
+def test_missing_and_short_files_are_refused(pattern, run, capsys):
+    script, (path,) = polyprune_dqn_atari, run.glob(pattern)
+    message = f"{path} is missing, or smaller than when the checkpoint was written"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert_refused(script, script.Args(resume=run), run, message, capsys)
+    path.unlink()
+    assert_refused(script, script.Args(resume=run), run, message, capsys)
+
+
+def test_other_flags_are_refused(run, capsys):
+    script = polyprune_dqn_atari
+    message = "--resume goes on with the run's own flags: leave out all others"
+    assert_refused(script, script.Args(resume=run, seed=2), run, message, capsys)
+
+
+def test_a_run_has_one_process(run, capsys, monkeypatch):
+    script, log_reward, refused = polyprune_dqn_atari, polyprune_dqn_atari.log_reward, []
+
+    def resume_as_well(current, *reward):
+        if not refused:
+            with pytest.raises(SystemExit) as exit_info:
+                script.train(script.Args(resume=current.folder))
+            refused.append((exit_info.value.code, capsys.readouterr().err))
+        log_reward(current, *reward)
+
+    monkeypatch.setattr(script, "log_reward", resume_as_well)
+    script.train(script.Args(resume=run))  # resumed
+    assert refused == [(2, f"error: another process is at work on {run}\n")]
+    refused.clear()
+    new = script.train(script.Args(runs_dir=run, **PONG))  # and from its start
+    assert refused == [(2, f"error: another process is at work on {new}\n")]
+
+
+def test_a_finished_run_says_so_and_stays_as_it_is(run, capsys):
+    script = polyprune_dqn_atari
+    assert script.train(script.Args(resume=run)) == run
+    assert "Finished after 400 steps" in capsys.readouterr().out
+    before = {path: path.read_bytes() for path in run.iterdir()}
+    with pytest.raises(SystemExit) as exit_info:
+        script.train(script.Args(resume=run))
+    assert exit_info.value.code is None  # success
+    assert capsys.readouterr().out == f"{run} is finished: all its 400 steps are done\n"
+    assert before == {path: path.read_bytes() for path in run.iterdir()}
+
+
+@pytest.mark.parametrize("n_steps", [None, 123])
+def test_without_checkpoints_only_the_policy_is_written(n_steps, tmp_path, monkeypatch, capsys):
+    script = polyprune_dqn_atari
+    if n_steps:
+        stop_after(n_steps, script, monkeypatch)
+        with pytest.raises(SystemExit):
+            script.train(script.Args(runs_dir=tmp_path, checkpoint_period=0, **PONG))
+    else:
+        script.train(script.Args(runs_dir=tmp_path, checkpoint_period=0, **PONG))
+    (run,) = tmp_path.iterdir()
+    names = sorted(path.name.split(".")[0] for path in run.iterdir())
+    assert names == ["args", "events", "policy"]
+    assert "--resume" not in capsys.readouterr().out
+    assert script.load_policy(run / "policy.npz")[0]["step"] == (n_steps or 400)
+
+
+@pytest.mark.parametrize("script", [eaudedqn_atari, polyprune_dqn_atari], ids=["eaudedqn", "polyprune_dqn"])
+def test_a_disk_without_room_is_said_at_the_start(script, tmp_path, monkeypatch, capsys):
+    flags = PONG | dict(total_timesteps=10**10, buffer_size=10**9, checkpoint_period=10**8)  # 7.76 TB
+    usage = shutil.disk_usage(tmp_path)._replace(free=10**12)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(SystemExit) as exit_info:
+        script.train(script.Args(runs_dir=tmp_path, **flags))
+    assert exit_info.value.code == 2
+    message = capsys.readouterr().err
+    assert "the replay memory needs 7761.60 GB" in message
+    assert "6761.60 GB are missing" in message
+    for flag in ("--buffer-size", "--checkpoint-period"):
+        assert flag in message
+    assert message.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_room_of_the_memory_is_taken_at_the_start(stopped):
+    replay = (stopped / "replay").stat()
+    assert replay.st_size == (100 + 4 + 300) * 84 * 84  # the buffer, the frames around it, what is left of the run
+    assert replay.st_blocks * 512 >= replay.st_size
+
+
+@pytest.mark.parametrize("script", [eaudesac_mujoco, polyprune_sac_mujoco], ids=["eaudesac", "polyprune_sac"])
+def test_every_episode_has_a_seed_of_the_runs_generator(script, tmp_path, monkeypatch):
+    seeds, reset = [], Probe.reset
+    monkeypatch.setattr(Probe, "reset", lambda env, seed=None, options=None: seeds.append(seed) or reset(env, seed))
+    flags = dict(env_id="Probe", total_timesteps=50, learning_starts=50, batch_size=4, eval_period=60)
+    for seed in (3, 3, 4):
+        script.train(script.Args(runs_dir=tmp_path, critic_features=(8,), actor_features=(8,), seed=seed, **flags))
+    runs = np.array(seeds).reshape(3, 11)  # 10 episodes, and the start of the next one
+    assert len(set(runs[0])) == 11
+    np.testing.assert_array_equal(runs[0], runs[1])
+    assert not set(runs[0]) & set(runs[2])
