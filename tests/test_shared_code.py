@@ -23,10 +23,10 @@ README = (ROOT / "README.md").read_text()
 
 # Names that stand for different things in different scripts; all others have the same text wherever they appear.
 MAY_DIFFER = {"Args", "LIMITS", "PAIRS", "env_name", "make_env", "AgentState", "init_agent"}
-MAY_DIFFER |= {"learn_critics", "learn", "train"}
+MAY_DIFFER |= {"learn_critics", "learn", "play_policy", "train"}
 
 SECTIONS = ["Arguments", "Environment", "Replay", "Network", "Pruning", "Agent"]
-SECTIONS += ["Learning", "Acting", "Reporting", "Training"]
+SECTIONS += ["Learning", "Acting", "Saving", "Training"]
 
 
 def parse(source: str) -> ast.Module:
