@@ -75,5 +75,21 @@ def test_sampling_is_uniform():
     np.testing.assert_allclose(np.unique(actions, return_counts=True)[1], 20_000 / valid.sum(), rtol=0.05)
 
 
+@pytest.mark.parametrize("n_before", [3, 7, 20, 33])
+def test_spare_rows_keep_what_a_checkpoint_refers_to(n_before, tmp_path):
+    size, n_spare = 5, 8
+    memory, transitions = ReplayMemory(size, n_spare, tmp_path / "replay"), list(play(n_before + n_spare, seed=2))
+    for transition in transitions[:n_before]:
+        memory.add(*[np.array([x]) for x in transition])
+    saved = {name: np.copy(value) for name, value in vars(memory).items() if name != "frames"}
+    expected = memory.sample(np.random.default_rng(0), 200)
+    for transition in transitions[n_before:]:  # as many as come before the next checkpoint
+        memory.add(*[np.array([x]) for x in transition])
+    again = ReplayMemory(size, n_spare, tmp_path / "replay")  # as after a crash
+    vars(again).update(saved)
+    for left, right in zip(again.sample(np.random.default_rng(0), 200), expected):
+        np.testing.assert_array_equal(left, right)
+
+
 def test_frames_are_stored_once():
     assert ReplayMemory(1_000).frames.nbytes == 1_004 * 84 * 84
