@@ -198,8 +198,7 @@ def load_file(args: Args, number: int, n_actions: int) -> ReplayFile:
 class ReplayData:
     """Some files of the DQN Replay data set (Agarwal et al., 2020); a thread reads the next ones meanwhile."""
 
-    def __init__(self, args: Args, rng: np.random.Generator, n_actions: int, numbers=(None, None)):
-        """`numbers`: of the files in memory and of the next ones, in a resumed run."""
+    def __init__(self, args: Args, rng: np.random.Generator, n_actions: int, saved: dict | None = None):
         self.args, self.rng, self.n_actions, self.chosen, self.reading = args, rng, n_actions, [], []
         folder = args.dataset_dir or fail(NO_DATASET)
         names = " ".join(path.name for path in folder.glob("$store$_*_ckpt.*.gz"))
@@ -208,7 +207,9 @@ class ReplayData:
             if not (path := folder / f"$store$_{name}_ckpt.{number}.gz").exists():
                 fail(f"{path} is missing")
         self.reader = ThreadPoolExecutor(max_workers=1)
-        for chosen in numbers:
+        if saved and not np.array_equal(self.numbers, saved["numbers"]):
+            fail(f"{folder} has other files than when the run was started")
+        for chosen in saved["chosen"] if saved else (None, None):  # the files in memory, the next ones
             self.next_files(chosen)
         if not self.files:
             fail(f"there is no $store$_*_ckpt.N.gz file with a whole transition in {folder}")
@@ -403,24 +404,17 @@ POLICY, CHECKPOINT = f"policy for *_{Path(__file__).stem.split('_')[-1]}.py", f"
 def write_file(path: Path, kind: str, write) -> None:
     """There as a whole or not at all, with a digest at its end: of the content, and of what kind of file it is."""
     temporary = path.with_name(f"{path.name}.tmp")
-    try:
-        with open(temporary, "w+b") as file:
-            write(file)
-            file.seek(0)
-            file.write(hashlib.file_digest(file, lambda: hashlib.blake2b(kind.encode())).digest())
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        fail(f"cannot write {path}: {error.strerror}")
+    with open(temporary, "w+b") as file:
+        write(file)
+        file.seek(0)
+        file.write(hashlib.file_digest(file, lambda: hashlib.blake2b(kind.encode())).digest())
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
 
 
 def read_file(path: Path, kind: str) -> memoryview:
-    try:
-        data = memoryview(path.read_bytes())
-    except OSError as error:
-        fail(f"cannot read {path}: {error.strerror}")
-    digest = hashlib.blake2b(kind.encode())
+    data, digest = memoryview(path.read_bytes()), hashlib.blake2b(kind.encode())
     digest.update(data[:-64])
     if digest.digest() != data[-64:]:
         fail(f"{path} is not a {kind}, or it is damaged")
@@ -459,14 +453,12 @@ def report_returns(about: dict, returns: np.ndarray) -> None:
 
 def lock_folder(folder: Path):
     """A file that is locked until it is closed: one process for a run."""
+    lock = open(folder / "args.json", "r+")  # noqa: SIM115 ("r+", as NFS locks no other)
     try:
-        lock = open(folder / "args.json")  # noqa: SIM115
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return lock
     except BlockingIOError:
         fail(f"another process is at work on {folder}")
-    except OSError as error:
-        fail(f"{folder} is not the folder of a run: {error.strerror}")
+    return lock
 
 
 def load_run(args: Args) -> tuple[Args, dict]:
@@ -478,6 +470,7 @@ def load_run(args: Args) -> tuple[Args, dict]:
     lock = lock_folder(args.resume)
     saved = pickle.loads(read_file(args.resume / "checkpoint", CHECKPOINT)) | {"lock": lock}
     if saved["step"] == saved["args"]["total_timesteps"]:
+        (args.resume / "replay").unlink(missing_ok=True)
         print(f"{args.resume} is finished: all its {saved['step']:,} steps are done")
         sys.exit()
     for path, size in ((args.resume / name, size) for name, size in saved["files"].items()):
@@ -515,7 +508,7 @@ class Run:
 
     def interrupt(self, signum: int, _) -> None:
         self.stop_signal = signum  # the run ends after its current step
-        signal.signal(signum, self.old_handlers[signum])  # a second Ctrl-C ends it at once
+        signal.signal(signal.SIGINT, self.old_handlers[signal.SIGINT])  # now Ctrl-C ends it at once
 
     def close(self) -> None:
         self.progress.stop()
@@ -536,9 +529,9 @@ class Run:
 
     def saves(self) -> bool:
         """Whether to save after this step: every so often, after the last one, and when a signal has come."""
-        self.stops = self.stop_signal is not None  # a signal that comes later than this waits for the next step
-        due = self.args.checkpoint_period and self.step % self.args.checkpoint_period == 0
-        return due or self.stops or self.step == self.args.total_timesteps
+        last, due = self.step == self.args.total_timesteps, self.step % (self.args.checkpoint_period or math.inf) == 0
+        self.stops = self.stop_signal is not None and not last  # a signal that comes later than this waits for a step
+        return due or last or self.stops
 
     def save(self, networks: dict, rng: np.random.Generator, state, **parts) -> None:
         """The policy, and the checkpoint: all that it takes to go on as if the run had never stopped."""
@@ -606,7 +599,7 @@ def train(args: Args) -> Path:
     check_args(args)
     rng = np.random.default_rng(args.seed)
     network = QNetwork(args.features, int(make_env(args.env_id, n_envs=1, horizon=args.horizon).single_action_space.n))
-    data = ReplayData(args, rng, network.n_actions, saved.get("numbers", (None, None)))
+    data = ReplayData(args, rng, network.n_actions, saved.get("data"))
     state = init_agent(args, network, jax.random.key(args.seed))  # Alg. 1, l. 1
     n_weights = sum(x.size for x in jax.tree.leaves(state.target_params))
     header = (
@@ -617,7 +610,7 @@ def train(args: Args) -> Path:
     # No environment step comes between two gradient steps, so an accelerator does up to 100 in one call. On a CPU
     # XLA runs the body of a loop on one thread, six times slower than without a loop.
     periods = args.checkpoint_period, args.pruning_period, args.target_period, args.epoch_steps
-    n_updates = math.gcd(100, *periods, args.total_timesteps)
+    n_updates = math.gcd(100, *periods, args.total_timesteps, saved.get("step", 0))
     n_updates = 1 if jax.default_backend() == "cpu" else n_updates
     with contextlib.closing(Run(args, header, saved)) as run:
         if saved:
@@ -648,7 +641,8 @@ def train(args: Args) -> Path:
             if step % LOG_PERIOD == 0:
                 run.log({"charts/SPS": run.sps(), **metrics})
             if run.saves():
-                run.save({"target": state.target_params}, rng, state, numbers=(data.in_memory, data.chosen))
+                data_state = {"numbers": data.numbers, "chosen": (data.in_memory, data.chosen)}
+                run.save({"target": state.target_params}, rng, state, data=data_state)
     data.reader.shutdown(cancel_futures=True)
     run.summarize(state.target_params)
     if run.stops:
@@ -657,7 +651,10 @@ def train(args: Args) -> Path:
 
 
 def main(args: Args) -> None:
-    play_policy(args) if args.evaluate else train(args)
+    try:
+        play_policy(args) if args.evaluate else train(args)
+    except OSError as error:  # a file that is not there, a disk that is full
+        fail(str(error))
 
 
 if __name__ == "__main__":

@@ -399,24 +399,17 @@ POLICY, CHECKPOINT = f"policy for *_{Path(__file__).stem.split('_')[-1]}.py", f"
 def write_file(path: Path, kind: str, write) -> None:
     """There as a whole or not at all, with a digest at its end: of the content, and of what kind of file it is."""
     temporary = path.with_name(f"{path.name}.tmp")
-    try:
-        with open(temporary, "w+b") as file:
-            write(file)
-            file.seek(0)
-            file.write(hashlib.file_digest(file, lambda: hashlib.blake2b(kind.encode())).digest())
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        fail(f"cannot write {path}: {error.strerror}")
+    with open(temporary, "w+b") as file:
+        write(file)
+        file.seek(0)
+        file.write(hashlib.file_digest(file, lambda: hashlib.blake2b(kind.encode())).digest())
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
 
 
 def read_file(path: Path, kind: str) -> memoryview:
-    try:
-        data = memoryview(path.read_bytes())
-    except OSError as error:
-        fail(f"cannot read {path}: {error.strerror}")
-    digest = hashlib.blake2b(kind.encode())
+    data, digest = memoryview(path.read_bytes()), hashlib.blake2b(kind.encode())
     digest.update(data[:-64])
     if digest.digest() != data[-64:]:
         fail(f"{path} is not a {kind}, or it is damaged")
@@ -455,14 +448,12 @@ def report_returns(about: dict, returns: np.ndarray) -> None:
 
 def lock_folder(folder: Path):
     """A file that is locked until it is closed: one process for a run."""
+    lock = open(folder / "args.json", "r+")  # noqa: SIM115 ("r+", as NFS locks no other)
     try:
-        lock = open(folder / "args.json")  # noqa: SIM115
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return lock
     except BlockingIOError:
         fail(f"another process is at work on {folder}")
-    except OSError as error:
-        fail(f"{folder} is not the folder of a run: {error.strerror}")
+    return lock
 
 
 def load_run(args: Args) -> tuple[Args, dict]:
@@ -474,6 +465,7 @@ def load_run(args: Args) -> tuple[Args, dict]:
     lock = lock_folder(args.resume)
     saved = pickle.loads(read_file(args.resume / "checkpoint", CHECKPOINT)) | {"lock": lock}
     if saved["step"] == saved["args"]["total_timesteps"]:
+        (args.resume / "replay").unlink(missing_ok=True)
         print(f"{args.resume} is finished: all its {saved['step']:,} steps are done")
         sys.exit()
     for path, size in ((args.resume / name, size) for name, size in saved["files"].items()):
@@ -511,7 +503,7 @@ class Run:
 
     def interrupt(self, signum: int, _) -> None:
         self.stop_signal = signum  # the run ends after its current step
-        signal.signal(signum, self.old_handlers[signum])  # a second Ctrl-C ends it at once
+        signal.signal(signal.SIGINT, self.old_handlers[signal.SIGINT])  # now Ctrl-C ends it at once
 
     def close(self) -> None:
         self.progress.stop()
@@ -532,9 +524,9 @@ class Run:
 
     def saves(self) -> bool:
         """Whether to save after this step: every so often, after the last one, and when a signal has come."""
-        self.stops = self.stop_signal is not None  # a signal that comes later than this waits for the next step
-        due = self.args.checkpoint_period and self.step % self.args.checkpoint_period == 0
-        return due or self.stops or self.step == self.args.total_timesteps
+        last, due = self.step == self.args.total_timesteps, self.step % (self.args.checkpoint_period or math.inf) == 0
+        self.stops = self.stop_signal is not None and not last  # a signal that comes later than this waits for a step
+        return due or last or self.stops
 
     def save(self, networks: dict, rng: np.random.Generator, state, **parts) -> None:
         """The policy, and the checkpoint: all that it takes to go on as if the run had never stopped."""
@@ -638,7 +630,7 @@ def train(args: Args) -> Path:
             state = jax.tree.unflatten(jax.tree.structure(state), jax.device_put(saved["state"]))
             rng.bit_generator.state, episode, metrics = saved["rng"], saved["episode"], saved["metrics"]
             memory.n_added = saved["n_added"]
-            for column, values in zip(memory.rows, saved["rows"]):
+            for column, values in zip(memory.rows, saved.pop("rows")):
                 column[: len(values)] = values
         else:
             run.log({"sparsity/target": 0.0})
@@ -692,7 +684,10 @@ def train(args: Args) -> Path:
 
 
 def main(args: Args) -> None:
-    play_policy(args) if args.evaluate else train(args)
+    try:
+        play_policy(args) if args.evaluate else train(args)
+    except OSError as error:  # a file that is not there, a disk that is full
+        fail(str(error))
 
 
 if __name__ == "__main__":

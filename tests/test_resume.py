@@ -1,5 +1,6 @@
 """A run that was killed and resumed ends as one that never stopped. Damaged and foreign files are refused."""
 
+import errno
 import gc
 import gzip
 import pickle
@@ -58,6 +59,14 @@ def start(folder, script, flags, strike=""):
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
 
 
+def write_data(folder):
+    """Five files of the data set."""
+    folder.mkdir()
+    for number in range(5):
+        rows, _ = logged_rows(60, seed=number)
+        write_file(folder, number, [(frame, action % 6, *rest) for frame, action, *rest in rows])
+
+
 def checkpoint(run):
     return pickle.loads((run / "checkpoint").read_bytes())
 
@@ -112,10 +121,7 @@ def assert_same_contents(run, other):
 
 @SCRIPTS
 def test_a_run_that_was_struck_ends_as_one_that_was_not(script, tmp_path):
-    (tmp_path / "data").mkdir()
-    for number in range(5):
-        rows, _ = logged_rows(60, seed=number)
-        write_file(tmp_path / "data", number, [(frame, action % 6, *rest) for frame, action, *rest in rows])
+    write_data(tmp_path / "data")
     rng = random.Random(script.__name__)
     saves = f"{script.__name__}.saves"  # called at the end of each step, before it is saved
     steps = [rng.randrange(PERIOD + 1, 2 * PERIOD), rng.randrange(1, PERIOD), rng.randrange(1, PERIOD)]
@@ -145,20 +151,24 @@ def test_a_run_that_was_struck_ends_as_one_that_was_not(script, tmp_path):
     assert_same_contents(stopped, never)
 
 
+DATA = dict(features=TINY, batch_size=8, target_period=20, eval_episodes=1, horizon=20, files_in_memory=2)
+DATA |= dict(total_timesteps=120, epoch_steps=60)
 PONG = dict(env_id="Pong", features=TINY, total_timesteps=400, learning_starts=50, batch_size=8, buffer_size=100)
 
 
-def stop_after(n_steps, script, monkeypatch):
-    """Ctrl-C in that step of the next run."""
-    rewards, log_reward = [], script.log_reward
+def stop_after(n_steps, script, monkeypatch, signums=(signal.SIGINT,)):
+    """Send signals in that step of the next run."""
+    calls, name = [], "log_reward" if hasattr(script, "log_reward") else "learn_many"  # called once in every step
+    function = getattr(script, name)
 
-    def log(run, reward, done):
-        rewards.append(reward)
-        if len(rewards) == n_steps:
-            signal.raise_signal(signal.SIGINT)
-        log_reward(run, reward, done)
+    def call(*inputs):
+        calls.append(name)
+        if len(calls) == n_steps:
+            for signum in signums:
+                signal.raise_signal(signum)
+        return function(*inputs)
 
-    monkeypatch.setattr(script, "log_reward", log)
+    monkeypatch.setattr(script, name, call)
 
 
 @pytest.fixture(scope="module")
@@ -233,11 +243,11 @@ def test_foreign_runs_and_files_are_refused(run, tmp_path, capsys):
     message = f"{path} is not a checkpoint of {script.__name__}.py, or it is damaged"
     assert_refused(script, script.Args(resume=run), run, message, capsys)
     path.unlink()
-    message = f"cannot read {path}: No such file or directory"
+    message = f"[Errno 2] No such file or directory: '{path}'"
     assert_refused(script, script.Args(resume=run), run, message, capsys)
-    message = f"{nowhere} is not the folder of a run: No such file or directory"
+    message = f"[Errno 2] No such file or directory: '{nowhere}/args.json'"
     assert_refused(script, script.Args(resume=nowhere), nowhere, message, capsys)
-    message = f"cannot read {nowhere}: No such file or directory"
+    message = f"[Errno 2] No such file or directory: '{nowhere}'"
     assert_refused(script, script.Args(evaluate=nowhere), nowhere, message, capsys)
 
 
@@ -285,6 +295,87 @@ def test_a_finished_run_says_so_and_stays_as_it_is(run, capsys):
     assert exit_info.value.code is None  # success
     assert capsys.readouterr().out == f"{run} is finished: all its 400 steps are done\n"
     assert before == {path: path.read_bytes() for path in run.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("signums", "code"),
+    [((signal.SIGTERM, signal.SIGTERM), 143), ((signal.SIGINT, signal.SIGTERM), 143)],
+    ids=["SIGTERM twice", "SIGINT and SIGTERM"],
+)
+def test_a_second_sigterm_does_not_keep_the_checkpoint_from_being_written(signums, code, tmp_path, monkeypatch):
+    script = polyprune_dqn_atari
+    stop_after(60, script, monkeypatch, signums)
+    with pytest.raises(SystemExit) as exit_info:
+        script.train(script.Args(runs_dir=tmp_path, **PONG))
+    assert exit_info.value.code == code
+    assert checkpoint(next(tmp_path.iterdir()))["step"] == 60
+
+
+def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path, monkeypatch):
+    script = polyprune_dqn_atari
+    stop_after(60, script, monkeypatch, (signal.SIGINT, signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        script.train(script.Args(runs_dir=tmp_path, **PONG))
+
+
+def test_a_signal_in_the_last_step_changes_nothing(tmp_path, monkeypatch, capsys):
+    script = polyprune_dqn_atari
+    stop_after(400, script, monkeypatch)
+    script.train(script.Args(runs_dir=tmp_path, **PONG))
+    assert "Finished after 400 steps" in capsys.readouterr().out
+
+
+def test_a_disk_that_fills_up_leaves_the_checkpoint_before(tmp_path, monkeypatch, capsys):
+    script, dump = polyprune_dqn_atari, pickle.dump
+
+    def dump_half(parts, file, protocol):
+        dump(parts, file, protocol)
+        if parts["step"] == 200:
+            file.truncate(1_000)
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(pickle, "dump", dump_half)
+    with pytest.raises(SystemExit) as exit_info:
+        script.main(script.Args(runs_dir=tmp_path, checkpoint_period=100, **PONG))
+    assert exit_info.value.code == 2
+    assert capsys.readouterr().err == "error: [Errno 28] No space left on device\n"
+    monkeypatch.undo()
+    (run,) = tmp_path.iterdir()
+    assert checkpoint(run)["step"] == 100
+    assert script.train(script.Args(resume=run)) == run
+
+
+def stop_offline(script, folder, monkeypatch):
+    """A run that was stopped after 37 of its 120 steps."""
+    write_data(folder / "data")
+    args = script.Args(
+        runs_dir=folder / "runs", dataset_dir=folder / "data", total_timesteps=120, epoch_steps=60, **DATA
+    )
+    with monkeypatch.context() as patch:
+        stop_after(37, script, patch)
+        with pytest.raises(SystemExit) as exit_info:
+            script.train(args)
+    assert exit_info.value.code == 130
+    return next((folder / "runs").iterdir())
+
+
+@pytest.mark.parametrize("script", [eaudecql_atari, polyprune_cql_atari], ids=["eaudecql", "polyprune_cql"])
+def test_a_data_set_that_has_changed_is_refused(script, tmp_path, monkeypatch, capsys):
+    run = stop_offline(script, tmp_path, monkeypatch)
+    capsys.readouterr()
+    for path in (tmp_path / "data").glob("*_ckpt.2.gz"):
+        path.rename(path.with_name(path.name.replace("ckpt.2", "ckpt.7")))
+    message = f"{tmp_path / 'data'} has other files than when the run was started"
+    assert_refused(script, script.Args(resume=run), run, message, capsys)
+
+
+def test_a_run_stopped_on_a_cpu_goes_on_with_many_updates_per_call_on_an_accelerator(tmp_path, monkeypatch):
+    script = eaudecql_atari
+    run = stop_offline(script, tmp_path, monkeypatch)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    script.train(script.Args(resume=run))
+    assert checkpoint(run)["step"] == 120
+    assert [step for step, _ in scalars(run)["sparsity/target"]] == [0, 20, 40, 60, 80, 100, 120]
 
 
 @pytest.mark.parametrize("n_steps", [None, 123])
