@@ -348,9 +348,7 @@ def test_a_disk_that_fills_up_leaves_the_checkpoint_before(tmp_path, monkeypatch
 def stop_offline(script, folder, monkeypatch):
     """A run that was stopped after 37 of its 120 steps."""
     write_data(folder / "data")
-    args = script.Args(
-        runs_dir=folder / "runs", dataset_dir=folder / "data", total_timesteps=120, epoch_steps=60, **DATA
-    )
+    args = script.Args(runs_dir=folder / "runs", dataset_dir=folder / "data", **DATA)
     with monkeypatch.context() as patch:
         stop_after(37, script, patch)
         with pytest.raises(SystemExit) as exit_info:
