@@ -639,7 +639,7 @@ def train(args: Args) -> Path:
     header = (
         f"EauDeDQN on {env_name(args.env_id)}, seed {args.seed}, on the {jax.default_backend().upper()}\n"
         f"{args.n_networks} networks of {n_weights:,} parameters, features {' '.join(map(str, args.features))}\n"
-        f"Replay memory of {args.buffer_size:,} transitions, {(buffer_size + n_spare) * math.prod(FRAME) / 1e9:.2f} GB "
+        f"Replay memory of {buffer_size:,} transitions, {(buffer_size + n_spare) * math.prod(FRAME) / 1e9:.2f} GB "
         f"{'on the disk' if args.checkpoint_period else 'when full'}"
     )
     with contextlib.closing(Run(args, header, saved)) as run:

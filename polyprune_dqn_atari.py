@@ -237,10 +237,6 @@ class Recorder:
         if truncations[0] or len(self.rows) >= self.n_rows:
             self.write()
 
-    def end_file(self) -> None:
-        if len(self.rows) > STACK:  # fewer rows hold no transition
-            self.write()
-
     def write(self) -> None:
         for (name, dtype), values in zip(REPLAY_MEMBERS.items(), zip(*self.rows)):
             with gzip.open(self.folder / f"$store$_{name}_ckpt.{self.n_files}.gz", "wb", compresslevel=1) as file:
@@ -621,7 +617,7 @@ def train(args: Args) -> Path:
     header = (
         f"PolyPruneDQN on {env_name(args.env_id)}, seed {args.seed}, on the {jax.default_backend().upper()}\n"
         f"1 network of {n_weights:,} parameters, features {' '.join(map(str, args.features))}\n"
-        f"Replay memory of {args.buffer_size:,} transitions, {(buffer_size + n_spare) * math.prod(FRAME) / 1e9:.2f} GB "
+        f"Replay memory of {buffer_size:,} transitions, {(buffer_size + n_spare) * math.prod(FRAME) / 1e9:.2f} GB "
         f"{'on the disk' if args.checkpoint_period else 'when full'}"
     )
     with contextlib.closing(Run(args, header, saved)) as run:
@@ -669,11 +665,11 @@ def train(args: Args) -> Path:
                 run.log({"charts/SPS": run.sps(), "charts/epsilon": epsilon, **metrics})
             if run.saves():
                 parts = {"memory": vars(memory) | {"frames": None}, "episode": episode}
-                if recorder:
-                    recorder.end_file()
-                    parts["recorder"] = vars(recorder)
+                parts["recorder"] = vars(recorder) if recorder else None
                 parts["metrics"] = jax.device_get(metrics)
                 run.save({"target": state.target_params}, rng, state, **parts)
+    if recorder and len(recorder.rows) > STACK:  # fewer rows hold no transition
+        recorder.write()
     run.summarize(state.target_params)
     if run.stops:
         sys.exit(128 + run.stop_signal)
