@@ -5,7 +5,18 @@ import os
 import shutil
 import tempfile
 
+import pytest
+
 folder = tempfile.mkdtemp()
 atexit.register(shutil.rmtree, folder)
 os.environ["JAX_COMPILATION_CACHE_DIR"] = folder  # read when jax is imported
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.5"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_compiled_functions():
+    """All tests together have more of them than Linux maps into one process (65,530 areas of memory): a crash."""
+    import jax
+
+    yield
+    jax.clear_caches()
