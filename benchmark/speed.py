@@ -1,0 +1,326 @@
+"""How fast the six scripts are on this machine, beside the time that their matrix products take alone.
+
+    pip install -r benchmark/requirements.txt
+    python benchmark/speed.py                                 # PyTorch is timed too, if it is installed
+    python benchmark/speed.py --sbx /tmp/sbx/bin/python       # and SBX's SAC, from a venv of its own
+
+All times are medians of repetitions in which the things to compare take turns.
+"""
+
+import contextlib
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+import eaudecql_atari  # noqa: E402
+import eaudedqn_atari  # noqa: E402
+import eaudesac_mujoco  # noqa: E402
+import polyprune_cql_atari  # noqa: E402
+import polyprune_dqn_atari  # noqa: E402
+import polyprune_sac_mujoco  # noqa: E402
+
+try:
+    import torch
+except ImportError:
+    torch = None
+
+N_ACTIONS = 6  # of Pong
+N_OBSERVATIONS, N_TORQUES = 17, 6  # of HalfCheetah
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+    repetitions: int = 15  # of each measurement, the median of which is shown
+    sbx: Path | None = None  # python of a venv with `pip install torch sbx-rl "gymnasium[mujoco]"`
+
+
+def medians(functions: dict, repetitions: int) -> dict:
+    """Milliseconds of each function. They take turns, so that a busy moment of the machine hits all of them."""
+    times = {name: [] for name in functions}
+    for function in functions.values():
+        function()  # compiles
+    for _ in range(repetitions):
+        for name, function in functions.items():
+            start = time.perf_counter()
+            jax.block_until_ready(function())
+            times[name].append(1_000 * (time.perf_counter() - start))
+    return {name: float(np.median(x)) for name, x in times.items()}
+
+
+def print_table(title: str, header: list[str], rows: list[list]) -> None:
+    print(f"\n{title}\n\n| {' | '.join(header)} |\n|{'---|' * len(header)}")
+    for row in rows:
+        print(f"| {' | '.join(x if isinstance(x, str) else f'{x:.2f}' if x < 10 else f'{x:,.0f}' for x in row)} |")
+    sys.stdout.flush()
+
+
+# ---- Arithmetic: the matrix products (n, rows, inner, columns) of an update, n of them at once -----------------------
+def forward(n: int, layers: list[tuple]) -> list[tuple]:
+    return [(n, *layer) for layer in layers]
+
+
+def backward(n: int, layers: list[tuple]) -> list[tuple]:
+    """Gradients of the weights, and of what comes into each layer but the first."""
+    weights = [(n, inner, rows, columns) for rows, inner, columns in layers]
+    return weights + [(n, rows, columns, inner) for rows, inner, columns in layers[1:]]
+
+
+def q_network_products(args, n_networks: int) -> list[tuple]:
+    batch, (a, b, c, hidden) = args.batch_size, args.features
+    layers = [(batch * 21**2, 8 * 8 * 4, a), (batch * 11**2, 4 * 4 * a, b), (batch * 11**2, 3 * 3 * b, c)]
+    layers += [(batch, 11**2 * c, hidden), (batch, hidden, N_ACTIONS)]
+    return forward(1, layers) + forward(n_networks, layers) + backward(n_networks, layers)
+
+
+def sac_products(args, n_networks: int) -> list[tuple]:
+    def mlp(widths):
+        return [(args.batch_size, *pair) for pair in zip(widths, widths[1:])]
+
+    actor = mlp([N_OBSERVATIONS, *args.actor_features, 2 * N_TORQUES])  # mean and log-std
+    critic = mlp([N_OBSERVATIONS + N_TORQUES, *args.critic_features, 1])
+    products = forward(1, actor) + forward(2, critic)  # the targets
+    products += forward(2 * n_networks, critic) + backward(2 * n_networks, critic)
+    products += forward(1, actor) + forward(2, critic) + backward(1, actor)  # the actor learns through two critics
+    return products + [(2, rows, columns, inner) for rows, inner, columns in critic]
+
+
+def products_alone(products: list[tuple]):
+    rng = np.random.default_rng(0)
+    pairs = [[rng.random((n, i, j), np.float32) for i, j in ((a, b), (b, c))] for n, a, b, c in products]
+    pairs, multiply = jax.device_put(pairs), jax.jit(lambda pairs: [x @ y for x, y in pairs])
+    return lambda: multiply(pairs)
+
+
+def gigaflops(products: list[tuple]) -> float:
+    return sum(2 * np.prod(product, dtype=float) for product in products) / 1e9
+
+
+# ---- Updates ---------------------------------------------------------------------------------------------------------
+def random_frames(batch_size: int):
+    rng = np.random.default_rng(0)
+    frames = rng.integers(0, 256, (batch_size, 5, 84, 84), dtype=np.uint8)
+    actions, rewards = rng.integers(0, N_ACTIONS, batch_size).astype(np.int32), rng.random(batch_size, np.float32)
+    return eaudedqn_atari.Batch(frames, actions, rewards, np.zeros(batch_size, bool))
+
+
+def q_update(script, args):
+    network, batch = script.QNetwork(args.features, N_ACTIONS), random_frames(args.batch_size)
+    state = [script.init_agent(args, network, jax.random.key(0))]
+
+    def update():
+        state[0], _ = script.learn(args, network, state[0], batch)
+        return state[0]
+
+    return update
+
+
+def sac_update(script, args):
+    actor, critic = script.Actor(args.actor_features, N_TORQUES), script.Critic(args.critic_features)
+    state = [script.init_agent(args, actor, critic, jax.random.key(0), np.zeros(N_OBSERVATIONS))]
+    memory = script.TransitionMemory(10_000, N_OBSERVATIONS, N_TORQUES)
+    for column in memory.rows:
+        column[:] = np.random.default_rng(0).random(column.shape)
+    memory.n_added = memory.size
+    batches = memory.sample(np.random.default_rng(0), (args.utd, args.batch_size))
+
+    def update():
+        state[0], _ = script.learn(args, actor, critic, state[0], batches, 1, True)
+        return state[0]
+
+    return update
+
+
+def torch_update(args):
+    """The update of EauDeDQN as one would write it in PyTorch."""
+    a, b, c, hidden = args.features
+
+    class QNetwork(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            layers = [torch.nn.Conv2d(4, a, 8, 4), torch.nn.Conv2d(a, b, 4, 2), torch.nn.Conv2d(b, c, 3, 1)]
+            self.layers = torch.nn.ModuleList(layers)
+            self.hidden, self.out = torch.nn.Linear(11**2 * c, hidden), torch.nn.Linear(hidden, N_ACTIONS)
+
+        def forward(self, observations):
+            x = observations.float() / 255.0
+            for layer, padding in zip(self.layers, ((2, 2, 2, 2), (1, 2, 1, 2), (1, 1, 1, 1))):
+                x = torch.relu(layer(torch.nn.functional.pad(x, padding)))
+            return self.out(torch.relu(self.hidden(x.flatten(1))))
+
+    networks, target = [QNetwork() for _ in range(args.n_networks)], QNetwork()
+    optimizers = [torch.optim.Adam(x.parameters(), args.learning_rate, eps=args.adam_epsilon) for x in networks]
+    masks = [[torch.ones_like(x, dtype=torch.bool) for x in network.parameters()] for network in networks]
+    cumulated_losses, batch = torch.zeros(args.n_networks), random_frames(args.batch_size)
+
+    def update():
+        frames, actions, rewards, terminals = map(torch.from_numpy, batch)
+        with torch.no_grad():
+            targets = rewards + args.gamma * ~terminals * target(frames[:, 1:]).max(1).values
+        for k, (network, optimizer) in enumerate(zip(networks, optimizers)):
+            q_values = network(frames[:, :-1]).gather(1, actions.long()[:, None])[:, 0]
+            loss = torch.mean((targets - q_values) ** 2)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            with torch.no_grad():
+                for x, mask in zip(network.parameters(), masks[k]):
+                    x.mul_(mask)
+                cumulated_losses[k] += loss
+        return cumulated_losses.numpy()
+
+    return update
+
+
+def update_rows(cases: list[tuple], repetitions: int) -> tuple[list[list], dict]:
+    """Rows of a table, and {(script, K, width): milliseconds}. A case: script, K, flags."""
+    rows, times = [], {}
+    for script, n_networks, flags in cases:
+        atari, population = "atari" in script.__name__, "eaude" in script.__name__
+        flags = flags | (dict(n_networks=n_networks, tournament_size=1) if population else {})
+        args = script.Args(**flags)
+        products = (q_network_products if atari else sac_products)(args, n_networks)
+        functions = {"update": (q_update if atari else sac_update)(script, args), "alone": products_alone(products)}
+        if torch and script is eaudedqn_atari:
+            functions["torch"] = torch_update(args)
+        found = medians(functions, repetitions)
+        width = args.features[-1] if atari else args.critic_features[-1]
+        times[script, n_networks, width] = found["update"]
+        first = times.get((script, 1, width))
+        row = [
+            f"`{script.__name__}`",
+            f"{n_networks}",
+            f"{width}",
+            found["update"],
+            gigaflops(products),
+            found["alone"],
+        ]
+        row += [found["update"] / found["alone"], found["update"] / first if first and population else "-"]
+        row += [found["torch"], found["update"] / found["torch"]] if "torch" in found else ["-", "-"]
+        rows.append(row)
+        jax.clear_caches()
+    return rows, times
+
+
+# ---- One step --------------------------------------------------------------------------------------------------------
+def step_rows(repetitions: int) -> tuple[list[list], dict]:
+    dqn, sac = eaudedqn_atari, eaudesac_mujoco
+    args, rng = dqn.Args(), np.random.default_rng(0)
+    env, network = dqn.make_env("Pong", 1, 27_000), dqn.QNetwork(args.features, N_ACTIONS)
+    env.reset(seed=0)
+    state = dqn.init_agent(args, network, jax.random.key(0))
+    memory, frames = dqn.ReplayMemory(200_000), random_frames(1).frames
+    memory.frames[:], memory.n_added = frames[0, 0], memory.size
+    sac_args, cheetah = sac.Args(), sac.make_env("HalfCheetah")
+    cheetah.reset(seed=0)
+    actor = sac.Actor(sac_args.actor_features, N_TORQUES)
+    actor_params = jax.jit(actor.init)(jax.random.key(0), np.zeros(N_OBSERVATIONS))
+    transitions = sac.TransitionMemory(1_000_000, N_OBSERVATIONS, N_TORQUES)
+    transitions.rows.observations[:], transitions.n_added = 1, transitions.size
+    functions = {
+        "Pong: a step of the emulator": lambda: env.step(np.array([0])),
+        "Pong: an action of one of 5 networks": lambda: dqn.behaviour_actions(network, state.params, 3, frames[:, 1:]),
+        "Pong: an action of a single network": lambda: dqn.greedy_actions(network, state.target_params, frames[:, 1:]),
+        "Pong: a batch of 32 from the replay memory": lambda: memory.sample(rng, 32),
+        "HalfCheetah: a step of the simulator": lambda: cheetah.step(np.zeros(N_TORQUES)),
+        "HalfCheetah: an action": lambda: sac.policy_actions(actor, actor_params, np.zeros(N_OBSERVATIONS), 0.0),
+        "HalfCheetah: a batch of 256 from the replay memory": lambda: transitions.sample(rng, (1, 256)),
+    }
+    times = medians(functions, 20 * repetitions)
+    return [[name, x] for name, x in times.items()], times
+
+
+# ---- Whole runs ------------------------------------------------------------------------------------------------------
+def run_script(script, flags: str, folder: str) -> tuple[float, float, float]:
+    """Seconds to the start of the run, steps per second after compilation, and peak memory in GB."""
+    command = [sys.executable, f"{script.__name__}.py", *flags.split(), "--runs-dir", folder]
+    start = time.perf_counter()
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("Run folder"):
+                seconds = time.perf_counter() - start
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        sys.exit(f"{' '.join(command)} has failed")
+    sps = re.findall(r" steps, ([\d,]+) SPS", "".join(lines))[-1]
+    return seconds, float(sps.replace(",", "")), usage.ru_maxrss / 1e6
+
+
+SBX = """
+import time, gymnasium, sbx, stable_baselines3.common.callbacks as callbacks
+class Clock(callbacks.BaseCallback):
+    def _on_step(self):
+        if self.num_timesteps == 1_500:
+            self.start = time.perf_counter()
+        return True
+clock = Clock()
+agent = sbx.SAC("MlpPolicy", gymnasium.make("HalfCheetah-v5"), learning_rate=1e-3, learning_starts=1_000, batch_size=256)
+agent.learn(6_000, callback=clock)
+print(4_500 / (time.perf_counter() - clock.start))
+"""
+
+
+def main(args: Args) -> None:
+    atari = [(eaudedqn_atari, k, {}) for k in (1, 2, 5, 10)] + [(polyprune_dqn_atari, 1, {})]
+    atari += [(eaudecql_atari, 5, {}), (polyprune_cql_atari, 1, {})]
+    wide = dict(critic_features=(1024, 1024), actor_features=(1024, 1024))
+    mujoco = [(eaudesac_mujoco, k, {}) for k in (1, 2, 5, 10)] + [(polyprune_sac_mujoco, 1, {})]
+    mujoco += [(eaudesac_mujoco, 1, wide), (eaudesac_mujoco, 5, wide), (polyprune_sac_mujoco, 1, wide)]
+    header = ["script", "K", "width", "update, ms", "GFLOP", "its products alone, ms", "ratio", "t(K) / t(1)"]
+    header += ["PyTorch, ms", "ratio"]
+    rows, times = update_rows(atari + mujoco, args.repetitions)
+    print_table("Updates", header, rows)
+    step_table, steps = step_rows(args.repetitions)
+    print_table("Parts of a step", ["what", "ms"], step_table)
+
+    rows = []
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(ROOT):
+        short = "--env-id Pong --total-timesteps 600 --epsilon-duration 1 --target-period 200"
+        online = f"{short} --learning-starts 200"
+        offline = f"--env-id Pong --total-timesteps 100 --epoch-steps 100 --target-period 50 --horizon 10 --dataset-dir {folder}/data"
+        sac = "--env-id HalfCheetah --total-timesteps 6000 --learning-starts 1000 --eval-period 7000"
+        record = f" --record-dir {folder}/data --record-rows 300"
+        action, learned = steps["Pong: an action of one of 5 networks"], "HalfCheetah: an action"
+        runs = [
+            (eaudedqn_atari, online, times[eaudedqn_atari, 5, 512] / 4 + action),
+            (polyprune_dqn_atari, online + record, times[polyprune_dqn_atari, 1, 512] / 4 + action),
+            (eaudecql_atari, offline, times[eaudecql_atari, 5, 512]),
+            (polyprune_cql_atari, offline, times[polyprune_cql_atari, 1, 512]),
+            (eaudesac_mujoco, sac, times[eaudesac_mujoco, 5, 256] + steps[learned]),
+            (polyprune_sac_mujoco, sac + " --final-sparsity 0", times[polyprune_sac_mujoco, 1, 256] + steps[learned]),
+        ]
+        for script, flags, milliseconds in runs:
+            seconds, sps, memory = run_script(script, flags, folder)
+            bound = 1_000 / milliseconds
+            rows.append([f"`{script.__name__}`", seconds, sps, bound, sps / bound, memory])
+        header = ["script", "seconds to the first step", "steps per second", "update and action allow", "ratio", "GB"]
+        print_table("Whole runs", header, rows)
+        if args.sbx:
+            pairs = []
+            for _ in range(3):
+                ours = run_script(polyprune_sac_mujoco, sac + " --final-sparsity 0", folder)[1]
+                result = subprocess.run([args.sbx, "-c", SBX], capture_output=True, text=True, check=True)
+                pairs.append((ours, float(result.stdout.split()[-1])))
+            ours, theirs = np.median(pairs, axis=0)
+            rows = [[f"{ours:.0f}", f"{theirs:.0f}", ours / theirs]]
+            print_table("Dense SAC on HalfCheetah, steps per second", ["here", "SBX", "ratio"], rows)
+
+
+if __name__ == "__main__":
+    print(f"jax {jax.__version__} on {jnp.zeros(1).device}, {os.cpu_count()} cores")
+    main(tyro.cli(Args, description=__doc__))
