@@ -246,14 +246,24 @@ class QNetwork(nn.Module):
     features: tuple[int, ...]
     n_actions: int
 
-    @nn.compact
-    def __call__(self, observations: jax.Array) -> jax.Array:
+    def setup(self):
+        shapes = zip(self.features[:3], (8, 4, 3), (4, 2, 1))  # from 84 x 84 pixels to 21 x 21, 11 x 11, 11 x 11
+        convolution = functools.partial(nn.Conv, kernel_init=xavier_uniform)
+        self.convolutions = [convolution(n, (size, size), s, name=f"Conv_{i}") for i, (n, size, s) in enumerate(shapes)]
+        self.hidden = nn.Dense(self.features[3], kernel_init=xavier_uniform, name="Dense_0")
+        self.output = nn.Dense(self.n_actions, kernel_init=xavier_uniform, name="Dense_1")
+
+    def torso(self, observations: jax.Array) -> jax.Array:
         x = jnp.moveaxis(observations, 1, -1) / 255.0  # (batch, 84, 84, STACK)
-        for features, kernel, stride in zip(self.features[:3], (8, 4, 3), (4, 2, 1)):
-            x = nn.relu(nn.Conv(features, (kernel, kernel), stride, kernel_init=xavier_uniform)(x))  # 84, 21, 11, 11
-        x = x.reshape(len(x), -1)  # (batch, 121 * features[2])
-        x = nn.relu(nn.Dense(self.features[3], kernel_init=xavier_uniform)(x))
-        return nn.Dense(self.n_actions, kernel_init=xavier_uniform)(x)  # (batch, n_actions)
+        for convolution in self.convolutions:
+            x = nn.relu(convolution(x))
+        return x.reshape(len(x), -1)  # (batch, 121 * features[2])
+
+    def head(self, x: jax.Array) -> jax.Array:
+        return self.output(nn.relu(self.hidden(x)))  # (batch, n_actions)
+
+    def __call__(self, observations: jax.Array) -> jax.Array:
+        return self.head(self.torso(observations))
 
 
 # ---- Pruning ---------------------------------------------------------------------------------------------------------
@@ -331,12 +341,12 @@ def init_agent(args: Args, network: QNetwork, key: jax.Array) -> AgentState:
 
 
 # ---- Learning --------------------------------------------------------------------------------------------------------
-def cql_loss(params, network: QNetwork, batch: Batch, targets: jax.Array, alpha: float) -> tuple[jax.Array, jax.Array]:
-    all_q_values = network.apply(params, batch.frames[:, :-1])  # (batch, n_actions)
-    q_values = jnp.take_along_axis(all_q_values, batch.actions[:, None], axis=1)[:, 0]  # (batch,)
-    conservative = jax.nn.logsumexp(all_q_values, axis=1) - q_values  # (batch,)
+def cql_loss(all_q_values: jax.Array, batch: Batch, targets: jax.Array, alpha: float) -> tuple[jax.Array, jax.Array]:
+    """`all_q_values` (..., batch, n_actions): of one network or of a population, each of which has its own loss."""
+    q_values = all_q_values[..., jnp.arange(len(targets)), batch.actions]  # (..., batch)
+    conservative = jax.nn.logsumexp(all_q_values, axis=-1) - q_values  # (..., batch)
     # DIFFERS: the mean over the batch; the paper's algorithms write the sum.
-    return jnp.mean((targets - q_values) ** 2 + alpha * conservative), jnp.mean(q_values)
+    return jnp.mean((targets - q_values) ** 2 + alpha * conservative, axis=-1), jnp.mean(q_values, axis=-1)
 
 
 def learn(args: Args, network: QNetwork, state: AgentState, batch: Batch) -> tuple[AgentState, dict]:
@@ -344,7 +354,9 @@ def learn(args: Args, network: QNetwork, state: AgentState, batch: Batch) -> tup
     next_values = network.apply(state.target_params, batch.frames[:, 1:]).max(axis=1)  # (batch,)
     targets = batch.rewards + args.gamma * (1 - batch.terminals) * next_values  # l. 8
 
-    loss = functools.partial(cql_loss, network=network, batch=batch, targets=targets, alpha=args.cql_alpha)
+    def loss(params):
+        return cql_loss(network.apply(params, batch.frames[:, :-1]), batch, targets, args.cql_alpha)
+
     (loss, q_value), grads = jax.value_and_grad(loss, has_aux=True)(state.params)  # l. 10
     updates, opt_state = make_optimizer(args).update(grads, state.opt_state)  # l. 11
     params = optax.apply_updates(state.params, updates)

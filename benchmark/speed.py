@@ -9,6 +9,7 @@ All times are medians of repetitions in which the things to compare take turns.
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import re
 import subprocess
@@ -87,7 +88,7 @@ def q_network_products(args, n_networks: int) -> list[tuple]:
 
 def sac_products(args, n_networks: int) -> list[tuple]:
     def mlp(widths):
-        return [(args.batch_size, *pair) for pair in zip(widths, widths[1:])]
+        return [(args.batch_size, *pair) for pair in itertools.pairwise(widths)]
 
     actor = mlp([N_OBSERVATIONS, *args.actor_features, 2 * N_TORQUES])  # mean and log-std
     critic = mlp([N_OBSERVATIONS + N_TORQUES, *args.critic_features, 1])
@@ -118,10 +119,13 @@ def random_frames(batch_size: int):
 
 def q_update(script, args):
     network, batch = script.QNetwork(args.features, N_ACTIONS), random_frames(args.batch_size)
-    state = [script.init_agent(args, network, jax.random.key(0))]
+    state, batches = [script.init_agent(args, network, jax.random.key(0))], jax.tree.map(lambda x: x[None], batch)
 
     def update():
-        state[0], _ = script.learn(args, network, state[0], batch)
+        if hasattr(script, "learn_many"):
+            state[0], _ = script.learn_many(args, network, state[0], batches)
+        else:
+            state[0], _ = script.learn(args, network, state[0], batch)
         return state[0]
 
     return update
@@ -245,6 +249,7 @@ def step_rows(repetitions: int) -> tuple[list[list], dict]:
 # ---- Whole runs ------------------------------------------------------------------------------------------------------
 def run_script(script, flags: str, folder: str) -> tuple[float, float, float]:
     """Seconds to the start of the run, steps per second after compilation, and peak memory in GB."""
+    peak = None
     command = [sys.executable, f"{script.__name__}.py", *flags.split(), "--runs-dir", folder]
     start = time.perf_counter()
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
@@ -253,12 +258,12 @@ def run_script(script, flags: str, folder: str) -> tuple[float, float, float]:
             lines.append(line)
             if line.startswith("Run folder"):
                 seconds = time.perf_counter() - start
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
+            with contextlib.suppress(OSError):  # it may have ended
+                peak = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{process.pid}/status").read_text()) or peak
     if process.returncode:
         sys.exit(f"{' '.join(command)} has failed")
     sps = re.findall(r" steps, ([\d,]+) SPS", "".join(lines))[-1]
-    return seconds, float(sps.replace(",", "")), usage.ru_maxrss / 1e6
+    return seconds, float(sps.replace(",", "")), int(peak[1]) / 1e6
 
 
 SBX = """
@@ -269,7 +274,8 @@ class Clock(callbacks.BaseCallback):
             self.start = time.perf_counter()
         return True
 clock = Clock()
-agent = sbx.SAC("MlpPolicy", gymnasium.make("HalfCheetah-v5"), learning_rate=1e-3, learning_starts=1_000, batch_size=256)
+settings = dict(learning_rate=1e-3, learning_starts=1_000, batch_size=256)
+agent = sbx.SAC("MlpPolicy", gymnasium.make("HalfCheetah-v5"), **settings)
 agent.learn(6_000, callback=clock)
 print(4_500 / (time.perf_counter() - clock.start))
 """
@@ -290,10 +296,11 @@ def main(args: Args) -> None:
 
     rows = []
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(ROOT):
-        short = "--env-id Pong --total-timesteps 600 --epsilon-duration 1 --target-period 200"
-        online = f"{short} --learning-starts 200"
-        offline = f"--env-id Pong --total-timesteps 100 --epoch-steps 100 --target-period 50 --horizon 10 --dataset-dir {folder}/data"
-        sac = "--env-id HalfCheetah --total-timesteps 6000 --learning-starts 1000 --eval-period 7000"
+        # Neither prunings nor evaluations, which are rare in a run of full length.
+        online = "--env-id Pong --total-timesteps 800 --learning-starts 200 --epsilon-duration 1"
+        offline = f"--env-id Pong --total-timesteps 150 --dataset-dir {folder}/data"
+        sac = "--env-id HalfCheetah --total-timesteps 6000 --learning-starts 1000 --pruning-period 7000"
+        sac += " --eval-period 7000"
         record = f" --record-dir {folder}/data --record-rows 300"
         action, learned = steps["Pong: an action of one of 5 networks"], "HalfCheetah: an action"
         runs = [

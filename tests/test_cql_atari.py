@@ -69,10 +69,10 @@ def test_update_agrees_with_finite_differences_for_all_networks(script):
 def test_without_alpha_the_loss_is_that_of_dqn(script):
     _, network, state = tiny_agent(script)
     batch, targets = random_batch(np.random.default_rng(0)), np.ones(6, np.float32)
-    params = networks_of(script, state)[0]
-    plain = polyprune_dqn_atari.td_loss(params, network, batch, targets)
-    assert script.cql_loss(params, network, batch, targets, 0.0) == plain
-    assert script.cql_loss(params, network, batch, targets, 0.1)[0] > plain[0]
+    q_values = network.apply(networks_of(script, state)[0], batch.frames[:, :-1])
+    plain = polyprune_dqn_atari.td_loss(q_values, batch, targets)
+    assert script.cql_loss(q_values, batch, targets, 0.0) == plain
+    assert script.cql_loss(q_values, batch, targets, 0.1)[0] > plain[0]
 
 
 @BOTH

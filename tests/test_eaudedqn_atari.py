@@ -168,12 +168,14 @@ def test_vmap_and_loop_over_networks_agree(monkeypatch):
     _, network, state = tiny_agent()
     batch = random_batch(np.random.default_rng(0))
 
-    def loss_and_grad(params):
-        return jax.value_and_grad(script.td_loss, has_aux=True)(params, network, batch, np.ones(6, np.float32))
+    def loss(params):
+        q_values = script.population_q_values(network, params, batch.frames[:, :-1])
+        return script.td_loss(q_values, batch, np.ones(6, np.float32))[0].sum(), q_values
 
-    loop = script.map_networks(loss_and_grad, state.params)
+    loop = jax.value_and_grad(loss, has_aux=True)(state.params)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    vmap = script.map_networks(loss_and_grad, state.params)
+    vmap = jax.value_and_grad(loss, has_aux=True)(state.params)
+    assert loop[0][1].shape == (5, 6, 3)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), loop, vmap)
 
 
