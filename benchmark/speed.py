@@ -296,9 +296,10 @@ def main(args: Args) -> None:
 
     rows = []
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(ROOT):
-        # Neither prunings nor evaluations, which are rare in a run of full length.
+        # Without prunings and evaluations, which are rare in a run of full length.
         online = "--env-id Pong --total-timesteps 800 --learning-starts 200 --epsilon-duration 1"
-        offline = f"--env-id Pong --total-timesteps 150 --dataset-dir {folder}/data"
+        offline = "--env-id Pong --total-timesteps 150 --epoch-steps 150 --eval-episodes 1 --horizon 2"
+        offline += f" --dataset-dir {folder}/data"
         sac = "--env-id HalfCheetah --total-timesteps 6000 --learning-starts 1000 --pruning-period 7000"
         sac += " --eval-period 7000"
         record = f" --record-dir {folder}/data --record-rows 300"
