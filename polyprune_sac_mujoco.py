@@ -295,17 +295,17 @@ def init_agent(args: Args, actor: Actor, critic: Critic, key: jax.Array, observa
 
 
 # ---- Learning --------------------------------------------------------------------------------------------------------
-def soft_values(actor: Actor, critic: Critic, state: AgentState, critic_pair, observations: jax.Array, key: jax.Array):
+def soft_values(actor: Actor, critic: Critic, state: AgentState, critic_pair, observations: jax.Array, noise):
     """min_i Q_i(s, a) - alpha log pi(a | s) for a drawn action a in each state s, and log pi(a | s); both (batch,)."""
     mean, log_std = actor.apply(state.actor_params, observations)
-    actions, log_probs = squashed_gaussian(mean, log_std, jax.random.normal(key, mean.shape))
+    actions, log_probs = squashed_gaussian(mean, log_std, noise)
     q_values = jax.vmap(critic.apply, in_axes=(0, None, None))(critic_pair, observations, actions)  # (2, batch)
     return q_values.min(axis=0) - jnp.exp(state.log_temperature) * log_probs, log_probs
 
 
-def learn_critics(args: Args, actor: Actor, critic: Critic, state: AgentState, batch: Transitions, key: jax.Array):
+def learn_critics(args: Args, actor: Actor, critic: Critic, state: AgentState, batch: Transitions, noise):
     """Alg. 2, l. 6-9: one gradient step of both critics, under their masks."""
-    next_values, _ = soft_values(actor, critic, state, state.target_params, batch.next_observations, key)
+    next_values, _ = soft_values(actor, critic, state, state.target_params, batch.next_observations, noise)
     targets = batch.rewards + args.gamma * (1 - batch.terminals) * next_values  # l. 6
 
     def td_loss(params):
@@ -322,12 +322,12 @@ def learn_critics(args: Args, actor: Actor, critic: Critic, state: AgentState, b
     return state, {"losses/qf_loss": losses.mean(), "losses/qf_values": q_values.mean()}
 
 
-def learn_actor(args: Args, actor: Actor, critic: Critic, state: AgentState, critic_pair, observations, key):
+def learn_actor(args: Args, actor: Actor, critic: Critic, state: AgentState, critic_pair, observations, noise):
     """Alg. 2, l. 12: one gradient step of the actor, and of the temperature towards an entropy of -n_actions."""
 
     def actor_loss(actor_params):
         new_state = state._replace(actor_params=actor_params)
-        values, log_probs = soft_values(actor, critic, new_state, critic_pair, observations, key)
+        values, log_probs = soft_values(actor, critic, new_state, critic_pair, observations, noise)
         return -jnp.mean(values), -jnp.mean(log_probs)
 
     (loss, entropy), actor_grads = jax.value_and_grad(actor_loss, has_aux=True)(state.actor_params)
@@ -341,15 +341,13 @@ def learn_actor(args: Args, actor: Actor, critic: Critic, state: AgentState, cri
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 6), donate_argnums=3)
-def learn(args: Args, actor: Actor, critic: Critic, state: AgentState, batches: Transitions, step, with_actor: bool):
-    """Alg. 2, l. 4-12. `batches` is (utd, batch, ...); the actor learns from the last."""
-    key = jax.random.fold_in(jax.random.key(args.seed), step)
-    actor_key, *critic_keys = jax.random.split(key, 1 + args.utd)
+def learn(args: Args, actor: Actor, critic: Critic, state: AgentState, batches: Transitions, noise, with_actor: bool):
+    """Alg. 2, l. 4-12. `batches` is (utd, batch, ...), `noise` has one more for the actor, who learns from the last."""
     for i in range(args.utd):
         batch = jax.tree.map(lambda x, i=i: x[i], batches)
-        state, metrics = learn_critics(args, actor, critic, state, batch, critic_keys[i])
+        state, metrics = learn_critics(args, actor, critic, state, batch, noise[i])
     if with_actor:
-        state, actor_metrics = learn_actor(args, actor, critic, state, state.params, batch.observations, actor_key)
+        state, actor_metrics = learn_actor(args, actor, critic, state, state.params, batch.observations, noise[-1])
         metrics |= actor_metrics
     return state, metrics
 
@@ -640,23 +638,24 @@ def train(args: Args) -> Path:
                 action = rng.uniform(-1, 1, n_actions)
             else:
                 noise = rng.standard_normal(n_actions)
-                action = np.asarray(policy_actions(actor, state.actor_params, observation, noise))  # l. 3
-                # DIFFERS: an update samples before the newest transition is added: the simulator runs at the same time.
+                action = policy_actions(actor, state.actor_params, observation, noise)  # l. 3
+                # DIFFERS: an update samples before the newest transition is added, as the environment runs meanwhile.
                 batches = memory.sample(rng, (args.utd, args.batch_size))  # l. 5
+                noise = rng.standard_normal((args.utd + 1, args.batch_size, n_actions), np.float32)
                 with_actor = step % args.policy_delay == 0
-                state, new_metrics = learn(args, actor, critic, state, batches, step, with_actor)  # l. 4-12, no waiting
+                state, new_metrics = learn(args, actor, critic, state, batches, noise, with_actor)  # l. 4-12
+                if not np.isfinite(metrics.get("losses/qf_loss", 0)):
+                    fail(f"a critic has diverged at step {step - 1}; try a lower --learning-rate")
                 metrics |= new_metrics
                 run.clock = run.clock or (step, time.monotonic())  # SPS counts from the first update, which compiles
-            next_observation, reward, terminal, truncation, _ = env.step(action)
-            memory.add(observation, action, reward, next_observation, terminal)
-            episode.append(action)
+            episode.append(np.asarray(action))  # waits for the action, not for the update after it
+            next_observation, reward, terminal, truncation, _ = env.step(episode[-1])
+            memory.add(observation, episode[-1], reward, next_observation, terminal)
             log_reward(run, reward, done := terminal or truncation)
             if done:
                 episode = [int(rng.integers(2**31))]
                 next_observation = replay_episode(env, episode)
             observation = next_observation
-            if not np.isfinite(metrics.get("losses/qf_loss", 0)):
-                fail(f"a critic has diverged at step {step}; try a lower --learning-rate")
 
             if step % args.pruning_period == 0:
                 state = prune_critics(args, state, step)

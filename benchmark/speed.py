@@ -138,10 +138,13 @@ def sac_update(script, args):
     for column in memory.rows:
         column[:] = np.random.default_rng(0).random(column.shape)
     memory.n_added = memory.size
-    batches = memory.sample(np.random.default_rng(0), (args.utd, args.batch_size))
+    rng = np.random.default_rng(0)
+    batches = memory.sample(rng, (args.utd, args.batch_size))
+    draws = [rng.standard_normal((args.utd + 1, args.batch_size, N_TORQUES), np.float32)]
+    draws += [rng.standard_exponential((2, args.n_networks), np.float32)] if script is eaudesac_mujoco else []
 
     def update():
-        state[0], _ = script.learn(args, actor, critic, state[0], batches, 1, True)
+        state[0], _ = script.learn(args, actor, critic, state[0], batches, *draws, True)
         return state[0]
 
     return update
