@@ -674,6 +674,11 @@ def train(args: Args) -> Path:
                 actions = rng.integers(network.n_actions, size=1)
             else:
                 actions = np.asarray(behaviour_actions(network, state.params, behaviour_idx, observations))
+            # DIFFERS: an update samples before the newest transition is added, as the environment runs meanwhile.
+            if step > args.learning_starts and step % args.gradient_period == 0:  # l. 6
+                batch = memory.sample(rng, args.batch_size)  # l. 7
+                state, metrics = learn(args, network, state, batch)  # l. 8-11, goes on while the next lines run
+                run.clock = run.clock or (step, time.monotonic())  # SPS counts from the first update, which compiles
             next_observations, rewards, terminals, truncations, _ = env.step(actions)
             episode.append(actions)
             if done := terminals[0] or truncations[0]:
@@ -682,13 +687,8 @@ def train(args: Args) -> Path:
             memory.add(observations, actions, rewards, terminals, truncations, next_observations)  # l. 5
             observations = next_observations
             log_reward(run, rewards[0], done)
-
-            if step > args.learning_starts and step % args.gradient_period == 0:  # l. 6
-                batch = memory.sample(rng, args.batch_size)  # l. 7
-                state, metrics = learn(args, network, state, batch)  # l. 8-11
-                if not np.isfinite(state.cumulated_losses).any():
-                    fail(f"all networks have diverged at step {step}; try a lower --learning-rate")
-                run.clock = run.clock or (step, time.monotonic())  # SPS counts from the first update, which compiles
+            if not np.isfinite(state.cumulated_losses).any():
+                fail(f"all networks have diverged at step {step}; try a lower --learning-rate")
 
             # DIFFERS: no target update before the first gradient step, when all cumulated losses are 0.
             if step % args.target_period == 0 and state.cumulated_losses.any():  # l. 12

@@ -648,6 +648,11 @@ def train(args: Args) -> Path:
                 actions = rng.integers(network.n_actions, size=1)
             else:
                 actions = np.asarray(greedy_actions(network, state.params, observations))
+            # DIFFERS: an update samples before the newest transition is added, as the environment runs meanwhile.
+            if step > args.learning_starts and step % args.gradient_period == 0:  # l. 6
+                batch = memory.sample(rng, args.batch_size)  # l. 7
+                state, metrics = learn(args, network, state, batch)  # l. 8-11, goes on while the next lines run
+                run.clock = run.clock or (step, time.monotonic())  # SPS counts from the first update, which compiles
             next_observations, rewards, terminals, truncations, _ = env.step(actions)
             episode.append(actions)
             if done := terminals[0] or truncations[0]:
@@ -658,13 +663,8 @@ def train(args: Args) -> Path:
                 recorder.add(observations, actions, rewards, terminals, truncations)
             observations = next_observations
             log_reward(run, rewards[0], done)
-
-            if step > args.learning_starts and step % args.gradient_period == 0:  # l. 6
-                batch = memory.sample(rng, args.batch_size)  # l. 7
-                state, metrics = learn(args, network, state, batch)  # l. 8-11
-                if not np.isfinite(metrics["losses/td_loss"]):
-                    fail(f"the network has diverged at step {step}; try a lower --learning-rate")
-                run.clock = run.clock or (step, time.monotonic())  # SPS counts from the first update, which compiles
+            if not np.isfinite(metrics.get("losses/td_loss", 0)):
+                fail(f"the network has diverged at step {step}; try a lower --learning-rate")
 
             if step % args.target_period == 0:  # l. 12
                 state = state._replace(target_params=jax.tree.map(jnp.copy, state.params))  # l. 13

@@ -10,6 +10,7 @@ All times are medians of repetitions in which the things to compare take turns.
 import contextlib
 import dataclasses
 import itertools
+import math
 import os
 import re
 import subprocess
@@ -105,10 +106,6 @@ def products_alone(products: list[tuple]):
     return lambda: multiply(pairs)
 
 
-def gigaflops(products: list[tuple]) -> float:
-    return sum(2 * np.prod(product, dtype=float) for product in products) / 1e9
-
-
 # ---- Updates ---------------------------------------------------------------------------------------------------------
 def random_frames(batch_size: int):
     rng = np.random.default_rng(0)
@@ -192,32 +189,29 @@ def torch_update(args):
 
 
 def update_rows(cases: list[tuple], repetitions: int) -> tuple[list[list], dict]:
-    """Rows of a table, and {(script, K, width): milliseconds}. A case: script, K, flags."""
-    rows, times = [], {}
+    """Rows of a table, and {(script, K, width): milliseconds}. A case is script, K, flags; the last is PolyPrune's."""
+    functions, work = {}, {}
     for script, n_networks, flags in cases:
         atari, population = "atari" in script.__name__, "eaude" in script.__name__
-        flags = flags | (dict(n_networks=n_networks, tournament_size=1) if population else {})
-        args = script.Args(**flags)
+        args = script.Args(**flags | (dict(n_networks=n_networks, tournament_size=1) if population else {}))
+        case = script, n_networks, args.features[-1] if atari else args.critic_features[-1]
         products = (q_network_products if atari else sac_products)(args, n_networks)
-        functions = {"update": (q_update if atari else sac_update)(script, args), "alone": products_alone(products)}
+        work[case] = sum(2 * math.prod(product) for product in products) / 1e9
+        functions["update", case] = (q_update if atari else sac_update)(script, args)
+        functions["alone", case] = products_alone(products)
         if torch and script is eaudedqn_atari:
-            functions["torch"] = torch_update(args)
-        found = medians(functions, repetitions)
-        width = args.features[-1] if atari else args.critic_features[-1]
-        times[script, n_networks, width] = found["update"]
-        first = times.get((script, 1, width))
-        row = [
-            f"`{script.__name__}`",
-            f"{n_networks}",
-            f"{width}",
-            found["update"],
-            gigaflops(products),
-            found["alone"],
-        ]
-        row += [found["update"] / found["alone"], found["update"] / first if first and population else "-"]
-        row += [found["torch"], found["update"] / found["torch"]] if "torch" in found else ["-", "-"]
-        rows.append(row)
-        jax.clear_caches()
+            functions["torch", case] = torch_update(args)
+    found, rows = medians(functions, repetitions), []
+    times = {case: found["update", case] for case in work}
+    first, *_, rival = work
+    for case in work:
+        script, n_networks, width = case
+        alone, in_torch = found["alone", case], found.get(("torch", case))
+        row = [f"`{script.__name__}`", f"{n_networks}", f"{width}", times[case], work[case], alone, times[case] / alone]
+        row += [times[case] / times[first] if first[:2] == (script, 1) else "-"]
+        row += [times[case] / times[rival], work[case] / work[rival]]
+        rows.append(row + ([in_torch, times[case] / in_torch] if in_torch else ["-", "-"]))
+    jax.clear_caches()
     return rows, times
 
 
@@ -285,14 +279,19 @@ print(4_500 / (time.perf_counter() - clock.start))
 
 
 def main(args: Args) -> None:
-    atari = [(eaudedqn_atari, k, {}) for k in (1, 2, 5, 10)] + [(polyprune_dqn_atari, 1, {})]
-    atari += [(eaudecql_atari, 5, {}), (polyprune_cql_atari, 1, {})]
     wide = dict(critic_features=(1024, 1024), actor_features=(1024, 1024))
-    mujoco = [(eaudesac_mujoco, k, {}) for k in (1, 2, 5, 10)] + [(polyprune_sac_mujoco, 1, {})]
-    mujoco += [(eaudesac_mujoco, 1, wide), (eaudesac_mujoco, 5, wide), (polyprune_sac_mujoco, 1, wide)]
+    groups = [
+        [(eaudedqn_atari, k, {}) for k in (1, 2, 5, 10)] + [(polyprune_dqn_atari, 1, {})],
+        [(eaudecql_atari, 5, {}), (polyprune_cql_atari, 1, {})],
+        [(eaudesac_mujoco, k, {}) for k in (1, 2, 5, 10)] + [(polyprune_sac_mujoco, 1, {})],
+        [(eaudesac_mujoco, k, wide) for k in (1, 5)] + [(polyprune_sac_mujoco, 1, wide)],
+    ]
     header = ["script", "K", "width", "update, ms", "GFLOP", "its products alone, ms", "ratio", "t(K) / t(1)"]
-    header += ["PyTorch, ms", "ratio"]
-    rows, times = update_rows(atari + mujoco, args.repetitions)
+    header += ["time / PolyPrune's", "work / PolyPrune's", "PyTorch, ms", "ratio"]
+    rows, times = [], {}
+    for cases in groups:
+        more_rows, more_times = update_rows(cases, args.repetitions)
+        rows, times = rows + more_rows, times | more_times
     print_table("Updates", header, rows)
     step_table, steps = step_rows(args.repetitions)
     print_table("Parts of a step", ["what", "ms"], step_table)
@@ -306,14 +305,15 @@ def main(args: Args) -> None:
         sac = "--env-id HalfCheetah --total-timesteps 6000 --learning-starts 1000 --pruning-period 7000"
         sac += " --eval-period 7000"
         record = f" --record-dir {folder}/data --record-rows 300"
-        action, learned = steps["Pong: an action of one of 5 networks"], "HalfCheetah: an action"
+        one_of_5, one = steps["Pong: an action of one of 5 networks"], steps["Pong: an action of a single network"]
+        learned = steps["HalfCheetah: an action"]
         runs = [
-            (eaudedqn_atari, online, times[eaudedqn_atari, 5, 512] / 4 + action),
-            (polyprune_dqn_atari, online + record, times[polyprune_dqn_atari, 1, 512] / 4 + action),
+            (eaudedqn_atari, online, times[eaudedqn_atari, 5, 512] / 4 + one_of_5),
+            (polyprune_dqn_atari, online + record, times[polyprune_dqn_atari, 1, 512] / 4 + one),
             (eaudecql_atari, offline, times[eaudecql_atari, 5, 512]),
             (polyprune_cql_atari, offline, times[polyprune_cql_atari, 1, 512]),
-            (eaudesac_mujoco, sac, times[eaudesac_mujoco, 5, 256] + steps[learned]),
-            (polyprune_sac_mujoco, sac + " --final-sparsity 0", times[polyprune_sac_mujoco, 1, 256] + steps[learned]),
+            (eaudesac_mujoco, sac, times[eaudesac_mujoco, 5, 256] + learned),
+            (polyprune_sac_mujoco, sac + " --final-sparsity 0", times[polyprune_sac_mujoco, 1, 256] + learned),
         ]
         for script, flags, milliseconds in runs:
             seconds, sps, memory = run_script(script, flags, folder)
