@@ -557,7 +557,7 @@ class Run:
     def show(self) -> None:
         self.shown, seconds_left = time.monotonic(), (self.args.total_timesteps - self.step) / max(self.sps(), 1e-3)
         time_left = datetime.timedelta(seconds=int(seconds_left))
-        status = f"{self.step:,}/{self.args.total_timesteps:,} steps, {self.sps():,.0f} SPS, {time_left} left\n"
+        status = f"{self.step:,}/{self.args.total_timesteps:,} steps, {self.sps():,.1f} SPS, {time_left} left\n"
         status += f"return {np.mean(self.returns):.1f}" if self.returns else "return -"
         for name, tag in (("sparsity", "sparsity/target"), ("epsilon", "charts/epsilon")):
             status += f", {name} {self.latest[tag]:.3f}" if tag in self.latest else ""
