@@ -297,9 +297,9 @@ def main(args: Args) -> None:
 
     rows = []
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(ROOT):
-        # Without prunings, evaluations and checkpoints, which are rare in a run of full length.
+        # With next to no prunings, evaluations and checkpoints, which are rare in a run of full length.
         online = "--env-id Pong --total-timesteps 800 --learning-starts 200 --epsilon-duration 1 --checkpoint-period 0"
-        offline = f"--env-id Pong --dataset-dir {folder}/data --epoch-steps 1000 --checkpoint-period 0"
+        offline = f"--env-id Pong --dataset-dir {folder}/data --eval-episodes 1 --horizon 2 --checkpoint-period 0"
         sac = "--env-id HalfCheetah --total-timesteps 6000 --learning-starts 1000 --pruning-period 7000"
         sac += " --eval-period 7000 --checkpoint-period 0"
         record = f" --record-dir {folder}/data --record-rows 300"
@@ -308,8 +308,12 @@ def main(args: Args) -> None:
         runs = [
             (eaudedqn_atari, online, times[eaudedqn_atari, 5, 512] / 4 + one_of_5),
             (polyprune_dqn_atari, online + record, times[polyprune_dqn_atari, 1, 512] / 4 + one),
-            (eaudecql_atari, offline + " --total-timesteps 150", times[eaudecql_atari, 5, 512]),
-            (polyprune_cql_atari, offline + " --total-timesteps 600", times[polyprune_cql_atari, 1, 512]),
+            (eaudecql_atari, offline + " --total-timesteps 200 --epoch-steps 200", times[eaudecql_atari, 5, 512]),
+            (
+                polyprune_cql_atari,
+                offline + " --total-timesteps 800 --epoch-steps 800",
+                times[polyprune_cql_atari, 1, 512],
+            ),
             (eaudesac_mujoco, sac, times[eaudesac_mujoco, 5, 256] + learned),
             (polyprune_sac_mujoco, sac + " --final-sparsity 0", times[polyprune_sac_mujoco, 1, 256] + learned),
         ]
