@@ -1,6 +1,7 @@
 """How fast the six scripts are on this machine, beside the time that their matrix products take alone.
 
     pip install -r benchmark/requirements.txt
+    export GLIBC_TUNABLES=glibc.malloc.hugetlb=1              # huge pages on Linux, see the README
     python benchmark/speed.py                                 # PyTorch is timed too, if it is installed
     python benchmark/speed.py --sbx /tmp/sbx/bin/python       # and SBX's SAC, from a venv of its own
 
@@ -289,7 +290,7 @@ def main(args: Args) -> None:
     header += ["time / PolyPrune's", "work / PolyPrune's", "PyTorch, ms", "ratio"]
     rows, times = [], {}
     for cases in groups:
-        more_rows, more_times = update_rows(cases, args.repetitions)
+        more_rows, more_times = update_rows(cases, args.repetitions * (1 if "atari" in cases[0][0].__name__ else 5))
         rows, times = rows + more_rows, times | more_times
     print_table("Updates", header, rows)
     step_table, steps = step_rows(args.repetitions)
@@ -298,25 +299,24 @@ def main(args: Args) -> None:
     rows = []
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(ROOT):
         # With next to no prunings, evaluations and checkpoints, which are rare in a run of full length.
-        online = "--env-id Pong --total-timesteps 800 --learning-starts 200 --epsilon-duration 1 --checkpoint-period 0"
-        offline = f"--env-id Pong --dataset-dir {folder}/data --eval-episodes 1 --horizon 2 --checkpoint-period 0"
+        online = "--env-id Pong --learning-starts 200 --epsilon-duration 1 --checkpoint-period 0 --total-timesteps"
+        offline = f"--env-id Pong --dataset-dir {folder}/data --eval-episodes 1 --horizon 2"
+        offline += " --checkpoint-period 0 --total-timesteps"
         sac = "--env-id HalfCheetah --total-timesteps 6000 --learning-starts 1000 --pruning-period 7000"
         sac += " --eval-period 7000 --checkpoint-period 0"
-        record = f" --record-dir {folder}/data --record-rows 300"
+        dense_sac = f"{sac} --final-sparsity 0"
         one_of_5, one = steps["Pong: an action of one of 5 networks"], steps["Pong: an action of a single network"]
         learned = steps["HalfCheetah: an action"]
         runs = [
-            (eaudedqn_atari, online, times[eaudedqn_atari, 5, 512] / 4 + one_of_5),
-            (polyprune_dqn_atari, online + record, times[polyprune_dqn_atari, 1, 512] / 4 + one),
-            (eaudecql_atari, offline + " --total-timesteps 200 --epoch-steps 200", times[eaudecql_atari, 5, 512]),
-            (
-                polyprune_cql_atari,
-                offline + " --total-timesteps 800 --epoch-steps 800",
-                times[polyprune_cql_atari, 1, 512],
-            ),
+            (eaudedqn_atari, f"{online} 800", times[eaudedqn_atari, 5, 512] / 4 + one_of_5),
+            (polyprune_dqn_atari, f"{online} 2200", times[polyprune_dqn_atari, 1, 512] / 4 + one),
+            (eaudecql_atari, f"{offline} 200 --epoch-steps 200", times[eaudecql_atari, 5, 512]),
+            (polyprune_cql_atari, f"{offline} 800 --epoch-steps 800", times[polyprune_cql_atari, 1, 512]),
             (eaudesac_mujoco, sac, times[eaudesac_mujoco, 5, 256] + learned),
-            (polyprune_sac_mujoco, sac + " --final-sparsity 0", times[polyprune_sac_mujoco, 1, 256] + learned),
+            (polyprune_sac_mujoco, dense_sac, times[polyprune_sac_mujoco, 1, 256] + learned),
         ]
+        record = f"{online} 400 --features 2 3 3 4 --record-rows 300 --record-dir {folder}/data"
+        run_script(polyprune_dqn_atari, record, folder)
         for script, flags, milliseconds in runs:
             seconds, sps, memory = run_script(script, flags, folder)
             bound = 1_000 / milliseconds
@@ -326,7 +326,7 @@ def main(args: Args) -> None:
         if args.sbx:
             pairs = []
             for _ in range(3):
-                ours = run_script(polyprune_sac_mujoco, sac + " --final-sparsity 0", folder)[1]
+                ours = run_script(polyprune_sac_mujoco, dense_sac, folder)[1]
                 result = subprocess.run([args.sbx, "-c", SBX], capture_output=True, text=True, check=True)
                 pairs.append((ours, float(result.stdout.split()[-1])))
             ours, theirs = np.median(pairs, axis=0)
