@@ -464,6 +464,8 @@ def save_policy(path: Path, args: Args, step: int, networks: dict) -> None:
     """Of each tensor the weights that are not zero, and a bit for every weight that says whether it is one of them."""
     networks = jax.device_get(networks)
     tensors = flax.traverse_util.flatten_dict(networks, sep="/")
+    if not all(np.isfinite(x).all() for x in tensors.values()):
+        fail(f"the networks have diverged by step {step}; try a lower --learning-rate")
     about = {"script": Path(__file__).stem, "env_id": env_name(args.env_id), "step": step}
     about |= {name: value for name, value in dataclasses.asdict(args).items() if name.endswith("features")}
     about["sparsity"] = {name: sparsity_of(jax.tree.map(lambda x: x != 0, x)) for name, x in networks.items()}

@@ -379,14 +379,16 @@ def learn_actor(args: Args, actor: Actor, critic: Critic, state: AgentState, cri
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 7), donate_argnums=3)
-def learn(args: Args, actor: Actor, critic: Critic, state: AgentState, batches: Transitions, noise, luck, with_actor):
-    """Alg. 2, l. 4-12. `batches` is (utd, batch, ...), `noise` has one more for the actor, who learns from the last."""
+def learn(args: Args, actor: Actor, critic: Critic, state: AgentState, batches: Transitions, noise, times, with_actor):
+    """Alg. 2, l. 4-12. `batches` is (utd, batch, ...), `noise` has one more for the actor, who learns from the last.
+
+    `times` (2, K) is exponential, so that times * L_k is exponential with rate 1 / L_k: k is first with p ~ 1 / L_k.
+    """
     for i in range(args.utd):
         batch = jax.tree.map(lambda x, i=i: x[i], batches)
         state, metrics = learn_critics(args, actor, critic, state, batch, noise[i])
     if with_actor:
-        # l. 11: `luck` (2, K) is exponential, and so the smallest product is that of k with a probability ~ 1 / L_k.
-        behaviour_idx = (luck * state.cumulated_losses).argmin(axis=1)  # (2,)
+        behaviour_idx = (times * state.cumulated_losses).argmin(axis=1)  # (2,) l. 11
         critic_pair = network_at(state.params, (jnp.arange(2), behaviour_idx))  # (2, ...)
         state, actor_metrics = learn_actor(args, actor, critic, state, critic_pair, batch.observations, noise[-1])
         metrics |= actor_metrics
@@ -465,6 +467,8 @@ def save_policy(path: Path, args: Args, step: int, networks: dict) -> None:
     """Of each tensor the weights that are not zero, and a bit for every weight that says whether it is one of them."""
     networks = jax.device_get(networks)
     tensors = flax.traverse_util.flatten_dict(networks, sep="/")
+    if not all(np.isfinite(x).all() for x in tensors.values()):
+        fail(f"the networks have diverged by step {step}; try a lower --learning-rate")
     about = {"script": Path(__file__).stem, "env_id": env_name(args.env_id), "step": step}
     about |= {name: value for name, value in dataclasses.asdict(args).items() if name.endswith("features")}
     about["sparsity"] = {name: sparsity_of(jax.tree.map(lambda x: x != 0, x)) for name, x in networks.items()}
@@ -684,14 +688,13 @@ def train(args: Args) -> Path:
             if step <= args.learning_starts:
                 action = rng.uniform(-1, 1, n_actions)
             else:
-                noise = rng.standard_normal(n_actions)
-                action = policy_actions(actor, state.actor_params, observation, noise)  # l. 3
+                action = policy_actions(actor, state.actor_params, observation, rng.standard_normal(n_actions))  # l. 3
                 # DIFFERS: an update samples before the newest transition is added, as the environment runs meanwhile.
                 batches = memory.sample(rng, (args.utd, args.batch_size))  # l. 5
                 noise = rng.standard_normal((args.utd + 1, args.batch_size, n_actions), np.float32)
+                times = rng.standard_exponential((2, args.n_networks))
                 with_actor = step % args.policy_delay == 0
-                luck = rng.standard_exponential((2, args.n_networks), np.float32)
-                state, new_metrics = learn(args, actor, critic, state, batches, noise, luck, with_actor)  # l. 4-12
+                state, new_metrics = learn(args, actor, critic, state, batches, noise, times, with_actor)  # l. 4-12
                 metrics |= new_metrics
                 run.clock = run.clock or (step, time.monotonic())  # SPS counts from the first update, which compiles
             episode.append(np.asarray(action))  # waits for the action, not for the update after it
@@ -709,7 +712,7 @@ def train(args: Args) -> Path:
             if step % args.pruning_period == 0 and step > args.learning_starts:  # l. 13
                 losses, sparsities = np.array(state.cumulated_losses), np.array(state.sparsities)
                 if not np.isfinite(losses).any(axis=1).all():
-                    fail(f"all networks of a critic have diverged at step {step}; try a lower --learning-rate")
+                    fail(f"all networks of a critic have diverged by step {step}; try a lower --learning-rate")
                 run.log({"sparsity/target": sparsities[np.arange(2), state.target_idx].mean()})
                 for i in range(2):
                     run.log({f"sparsity/critic_{i}/network": sparsities[i], f"losses/critic_{i}/cumulated": losses[i]})

@@ -418,6 +418,8 @@ def save_policy(path: Path, args: Args, step: int, networks: dict) -> None:
     """Of each tensor the weights that are not zero, and a bit for every weight that says whether it is one of them."""
     networks = jax.device_get(networks)
     tensors = flax.traverse_util.flatten_dict(networks, sep="/")
+    if not all(np.isfinite(x).all() for x in tensors.values()):
+        fail(f"the networks have diverged by step {step}; try a lower --learning-rate")
     about = {"script": Path(__file__).stem, "env_id": env_name(args.env_id), "step": step}
     about |= {name: value for name, value in dataclasses.asdict(args).items() if name.endswith("features")}
     about["sparsity"] = {name: sparsity_of(jax.tree.map(lambda x: x != 0, x)) for name, x in networks.items()}
@@ -637,8 +639,7 @@ def train(args: Args) -> Path:
             if step <= args.learning_starts:
                 action = rng.uniform(-1, 1, n_actions)
             else:
-                noise = rng.standard_normal(n_actions)
-                action = policy_actions(actor, state.actor_params, observation, noise)  # l. 3
+                action = policy_actions(actor, state.actor_params, observation, rng.standard_normal(n_actions))  # l. 3
                 # DIFFERS: an update samples before the newest transition is added, as the environment runs meanwhile.
                 batches = memory.sample(rng, (args.utd, args.batch_size))  # l. 5
                 noise = rng.standard_normal((args.utd + 1, args.batch_size, n_actions), np.float32)

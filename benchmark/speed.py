@@ -138,7 +138,7 @@ def sac_update(script, args):
     rng = np.random.default_rng(0)
     batches = memory.sample(rng, (args.utd, args.batch_size))
     draws = [rng.standard_normal((args.utd + 1, args.batch_size, N_TORQUES), np.float32)]
-    draws += [rng.standard_exponential((2, args.n_networks), np.float32)] if script is eaudesac_mujoco else []
+    draws += [rng.standard_exponential((2, args.n_networks))] if script is eaudesac_mujoco else []
 
     def update():
         state[0], _ = script.learn(args, actor, critic, state[0], batches, *draws, True)
@@ -310,7 +310,7 @@ def main(args: Args) -> None:
         runs = [
             (eaudedqn_atari, f"{online} 800", times[eaudedqn_atari, 5, 512] / 4 + one_of_5),
             (polyprune_dqn_atari, f"{online} 2200", times[polyprune_dqn_atari, 1, 512] / 4 + one),
-            (eaudecql_atari, f"{offline} 200 --epoch-steps 200", times[eaudecql_atari, 5, 512]),
+            (eaudecql_atari, f"{offline} 300 --epoch-steps 300", times[eaudecql_atari, 5, 512]),
             (polyprune_cql_atari, f"{offline} 800 --epoch-steps 800", times[polyprune_cql_atari, 1, 512]),
             (eaudesac_mujoco, sac, times[eaudesac_mujoco, 5, 256] + learned),
             (polyprune_sac_mujoco, dense_sac, times[polyprune_sac_mujoco, 1, 256] + learned),
@@ -327,7 +327,7 @@ def main(args: Args) -> None:
             pairs = []
             for _ in range(3):
                 ours = run_script(polyprune_sac_mujoco, dense_sac, folder)[1]
-                result = subprocess.run([args.sbx, "-c", SBX], capture_output=True, text=True, check=True)
+                result = subprocess.run([args.sbx, "-c", SBX], cwd=folder, capture_output=True, text=True, check=True)
                 pairs.append((ours, float(result.stdout.split()[-1])))
             ours, theirs = np.median(pairs, axis=0)
             rows = [[f"{ours:.0f}", f"{theirs:.0f}", ours / theirs]]

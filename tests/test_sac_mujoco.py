@@ -60,7 +60,7 @@ def random_batches(script, rng, utd=1):
 
 def learn(script, args, actor, critic, state, batches, with_actor=True):
     """On a copy, since the state is donated. The random numbers are always the same."""
-    draws = (learning_noise(args), LUCK[:, : args.n_networks]) if script is eaude else (learning_noise(args),)
+    draws = (learning_noise(args), TIMES[:, : args.n_networks]) if script is eaude else (learning_noise(args),)
     state, metrics = script.learn(args, actor, critic, jax.device_put(state), batches, *draws, with_actor)
     return jax.device_get(state), jax.device_get(metrics)
 
@@ -69,7 +69,7 @@ def learning_noise(args):
     return np.random.default_rng(9).standard_normal((args.utd + 1, BATCH, N_ACTIONS), np.float32)
 
 
-LUCK = np.random.default_rng(9).standard_exponential((2, 5), np.float32)
+TIMES = np.random.default_rng(9).standard_exponential((2, 5))
 
 
 def at(tree, idx):
@@ -263,7 +263,7 @@ def test_a_whole_update_of_eaudesac_is_that_of_the_paper(n_networks):
     np.testing.assert_array_equal(after.target_idx, after.cumulated_losses.argmin(axis=1))
 
     # The actor learns on the critics after their step.
-    behaviour_idx = (LUCK[:, :n_networks] * after.cumulated_losses).argmin(axis=1)
+    behaviour_idx = (TIMES[:, :n_networks] * after.cumulated_losses).argmin(axis=1)
     critics = [at(after.params, (i, behaviour_idx[i])) for i in range(2)]
     assert_actor_and_temperature(before, after, metrics, critics, batch.observations, actor_noise, args)
     for field in ("masks", "actor_masks", "sparsities"):
@@ -328,7 +328,7 @@ def test_several_critic_updates_in_a_step_and_one_of_the_actor_from_the_last_bat
         state, _ = learn_critics(args, actor, critic, state, at(batches, i), critic_noise[i])
     pair = state.params
     if script is eaude:
-        idx = (LUCK * state.cumulated_losses).argmin(axis=1)
+        idx = (TIMES * state.cumulated_losses).argmin(axis=1)
         pair = at(state.params, (np.arange(2), idx))
     learn_actor = jax.jit(script.learn_actor, static_argnums=(0, 1, 2))
     state, _ = learn_actor(args, actor, critic, state, pair, batches.observations[-1], actor_noise)
@@ -360,8 +360,8 @@ def test_the_actor_learns_on_critics_drawn_in_inverse_proportion_to_their_losses
         [critic_values(at(state.params, (i, k)), batches.observations[0], actions) for k in range(3)] for i in range(2)
     ]
     for _ in range(n_draws):
-        luck = rng.standard_exponential((2, 3), np.float32)
-        _, metrics = eaude.learn(args, actor, critic, jax.device_put(state), batches, noise, luck, True)
+        times = rng.standard_exponential((2, 3))
+        _, metrics = eaude.learn(args, actor, critic, jax.device_put(state), batches, noise, times, True)
         gaps = np.zeros((3, 3))
         for j, k in np.ndindex(3, 3):
             loss = np.mean(np.exp(-0.7) * log_probs - np.minimum(values[0][j], values[1][k]))
@@ -546,8 +546,16 @@ def test_steps_of_learning_pruning_and_evaluation_come_in_their_periods(script, 
     calls = record_calls(script, monkeypatch, ["learn", prune])
     monkeypatch.setattr(script, "LOG_PERIOD", 20)
     curves = scalars(script.train(script.Args(**short, policy_delay=3)))
-    for numbers in zip(*draws):  # each update has random numbers of its own
-        assert len(np.unique(numbers)) == np.size(numbers)
+    noise, *times = (np.array(x) for x in zip(*draws))
+    assert noise.shape == (60, 2, 8, 2)  # updates, utd + 1, batch, actions
+    assert len(np.unique(noise[:, :, 0, 0])) == 120  # each update has random numbers of its own, for critics and actor
+    assert noise.mean() == pytest.approx(0, abs=0.1)
+    assert noise.std() == pytest.approx(1, abs=0.1)
+    for x in times:
+        assert x.shape == (60, 2, 5)
+        assert len(np.unique(x)) == x.size
+        assert x.mean() == pytest.approx(1, abs=0.15)
+        assert (x > 1).mean() == pytest.approx(np.exp(-1), abs=0.08)  # exponential
     assert [step for step, _ in curves["losses/actor_loss"]] == [60, 80, 100]  # those of the last actor step
     expected = []
     for step in range(1, 101):
@@ -701,7 +709,18 @@ def test_run_stops_with_a_message_when_critics_diverge(script, short, monkeypatc
     with pytest.raises(SystemExit) as exit_info:
         script.train(script.Args(**short))
     assert exit_info.value.code == 2
-    assert "diverged at step 41; try a lower --learning-rate" in capsys.readouterr().err
+    who = "the actor" if script is eaude else "a critic"
+    assert f"error: {who} has diverged at step 41; try a lower --learning-rate" in capsys.readouterr().err
+
+
+@SCRIPTS
+def test_a_run_that_diverges_in_its_last_step_leaves_no_policy(script, short, monkeypatch, capsys):
+    monkeypatch.setattr(probe.Probe, "__init__", lambda self, init=probe.Probe.__init__: init(self, reward=np.nan))
+    with pytest.raises(SystemExit) as exit_info:
+        script.train(script.Args(**short | dict(total_timesteps=41)))
+    assert exit_info.value.code == 2
+    assert "the networks have diverged by step 41" in capsys.readouterr().err
+    assert not list(short["runs_dir"].glob("*/policy.npz*"))
 
 
 @SCRIPTS
@@ -736,7 +755,7 @@ def test_only_the_loss_of_a_whole_population_stops_the_run(lost, stops, short, m
     with pytest.raises(SystemExit):
         eaude.train(eaude.Args(**short))
     # seen at the next tournament
-    assert "all networks of a critic have diverged at step 60" in capsys.readouterr().err
+    assert "all networks of a critic have diverged by step 60" in capsys.readouterr().err
 
 
 PENDULUM = "--env-id InvertedPendulum --total-timesteps 1500 --learning-starts 500 --pruning-period 100 --batch-size 32"
