@@ -704,9 +704,8 @@ def train(args: Args) -> Path:
             if step % LOG_PERIOD == 0:
                 run.log({"charts/SPS": run.sps(), "charts/epsilon": epsilon, **metrics})
             if run.saves():
-                parts = {"memory": vars(memory) | {"frames": None}, "episode": episode}
-                parts["metrics"] = jax.device_get(metrics)
-                run.save({"target": state.target_params}, rng, state, **parts)
+                parts = {"memory": vars(memory) | {"frames": None}, "metrics": jax.device_get(metrics)}
+                run.save({"target": state.target_params}, rng, state, episode=episode, **parts)
     run.summarize(state.target_params)
     if run.stops:
         sys.exit(128 + run.stop_signal)

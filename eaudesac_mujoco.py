@@ -730,8 +730,7 @@ def train(args: Args) -> Path:
             if step % LOG_PERIOD == 0:
                 run.log({"charts/SPS": run.sps(), **metrics})
             if run.saves():
-                critics = network_at(state.params, (jnp.arange(2), state.target_idx))
-                networks = {f"critic_{i}": network_at(critics, i) for i in range(2)}
+                networks = {f"critic_{i}": network_at(state.params, (i, state.target_idx[i])) for i in range(2)}
                 parts = {"rows": [x[: memory.n_added] for x in memory.rows], "n_added": memory.n_added}
                 parts |= {"episode": episode, "metrics": jax.device_get(metrics)}
                 run.save({"actor": state.actor_params, **networks}, rng, state, **parts)

@@ -678,10 +678,9 @@ def train(args: Args) -> Path:
             if step % LOG_PERIOD == 0:
                 run.log({"charts/SPS": run.sps(), "charts/epsilon": epsilon, **metrics})
             if run.saves():
-                parts = {"memory": vars(memory) | {"frames": None}, "episode": episode}
+                parts = {"memory": vars(memory) | {"frames": None}, "metrics": jax.device_get(metrics)}
                 parts["recorder"] = vars(recorder) if recorder else None
-                parts["metrics"] = jax.device_get(metrics)
-                run.save({"target": state.target_params}, rng, state, **parts)
+                run.save({"target": state.target_params}, rng, state, episode=episode, **parts)
     if recorder and len(recorder.rows) > STACK:  # fewer rows hold no transition
         recorder.write()
     run.summarize(state.target_params)

@@ -672,8 +672,7 @@ def train(args: Args) -> Path:
             if step % LOG_PERIOD == 0:
                 run.log({"charts/SPS": run.sps(), **metrics})
             if run.saves():
-                critics = state.params
-                networks = {f"critic_{i}": jax.tree.map(lambda x, i=i: x[i], critics) for i in range(2)}
+                networks = {f"critic_{i}": jax.tree.map(lambda x, i=i: x[i], state.params) for i in range(2)}
                 parts = {"rows": [x[: memory.n_added] for x in memory.rows], "n_added": memory.n_added}
                 parts |= {"episode": episode, "metrics": jax.device_get(metrics)}
                 run.save({"actor": state.actor_params, **networks}, rng, state, **parts)
