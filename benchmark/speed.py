@@ -188,8 +188,8 @@ def torch_update(args):
     return update
 
 
-def update_rows(cases: list[tuple], repetitions: int) -> tuple[list[list], dict]:
-    """Rows of a table, and {(script, K, width): milliseconds}. A case is script, K, flags; the last is PolyPrune's."""
+def update_rows(cases: list[tuple], repetitions: int) -> list[list]:
+    """Rows of a table. A case is script, K, flags; the last is PolyPrune's."""
     functions, work = {}, {}
     for script, n_networks, flags in cases:
         atari, population = "atari" in script.__name__, "eaude" in script.__name__
@@ -212,7 +212,7 @@ def update_rows(cases: list[tuple], repetitions: int) -> tuple[list[list], dict]
         row += [times[case] / times[rival], work[case] / work[rival]]
         rows.append(row + ([in_torch, times[case] / in_torch] if in_torch else ["-", "-"]))
     jax.clear_caches()
-    return rows, times
+    return rows
 
 
 # ---- One step --------------------------------------------------------------------------------------------------------
@@ -288,10 +288,9 @@ def main(args: Args) -> None:
     ]
     header = ["script", "K", "width", "update, ms", "GFLOP", "its products alone, ms", "ratio", "t(K) / t(1)"]
     header += ["time / PolyPrune's", "work / PolyPrune's", "PyTorch, ms", "ratio"]
-    rows, times = [], {}
+    rows = []
     for cases in groups:
-        more_rows, more_times = update_rows(cases, args.repetitions * (1 if "atari" in cases[0][0].__name__ else 5))
-        rows, times = rows + more_rows, times | more_times
+        rows += update_rows(cases, args.repetitions * (1 if "atari" in cases[0][0].__name__ else 5))
     print_table("Updates", header, rows)
     step_table, steps = step_rows(args.repetitions)
     print_table("Parts of a step", ["what", "ms"], step_table)
@@ -307,19 +306,22 @@ def main(args: Args) -> None:
         dense_sac = f"{sac} --final-sparsity 0"
         one_of_5, one = steps["Pong: an action of one of 5 networks"], steps["Pong: an action of a single network"]
         learned = steps["HalfCheetah: an action"]
-        runs = [
-            (eaudedqn_atari, f"{online} 800", times[eaudedqn_atari, 5, 512] / 4 + one_of_5),
-            (polyprune_dqn_atari, f"{online} 2200", times[polyprune_dqn_atari, 1, 512] / 4 + one),
-            (eaudecql_atari, f"{offline} 300 --epoch-steps 300", times[eaudecql_atari, 5, 512]),
-            (polyprune_cql_atari, f"{offline} 800 --epoch-steps 800", times[polyprune_cql_atari, 1, 512]),
-            (eaudesac_mujoco, sac, times[eaudesac_mujoco, 5, 256] + learned),
-            (polyprune_sac_mujoco, dense_sac, times[polyprune_sac_mujoco, 1, 256] + learned),
+        runs = [  # script, flags, steps per update, milliseconds that an action takes
+            (eaudedqn_atari, f"{online} 800", 4, one_of_5),
+            (polyprune_dqn_atari, f"{online} 2200", 4, one),
+            (eaudecql_atari, f"{offline} 300 --epoch-steps 300", 1, 0),
+            (polyprune_cql_atari, f"{offline} 800 --epoch-steps 800", 1, 0),
+            (eaudesac_mujoco, sac, 1, learned),
+            (polyprune_sac_mujoco, dense_sac, 1, learned),
         ]
         record = f"{online} 400 --features 2 3 3 4 --record-rows 300 --record-dir {folder}/data"
         run_script(polyprune_dqn_atari, record, folder)
-        for script, flags, milliseconds in runs:
+        for script, flags, period, action in runs:  # the update is timed once more, just before and just after the run
+            update = {"update": (q_update if "atari" in script.__name__ else sac_update)(script, script.Args())}
+            before = medians(update, args.repetitions)["update"]
             seconds, sps, memory = run_script(script, flags, folder)
-            bound = 1_000 / milliseconds
+            after = medians(update, args.repetitions)["update"]
+            bound = 1_000 / ((before + after) / 2 / period + action)
             rows.append([f"`{script.__name__}`", seconds, sps, bound, sps / bound, memory])
         header = ["script", "seconds to the first step", "steps per second", "update and action allow", "ratio", "GB"]
         print_table("Whole runs", header, rows)
@@ -327,7 +329,9 @@ def main(args: Args) -> None:
             pairs = []
             for _ in range(3):
                 ours = run_script(polyprune_sac_mujoco, dense_sac, folder)[1]
-                result = subprocess.run([args.sbx, "-c", SBX], cwd=folder, capture_output=True, text=True, check=True)
+                result = subprocess.run(
+                    [args.sbx.absolute(), "-c", SBX], cwd=folder, capture_output=True, text=True, check=True
+                )
                 pairs.append((ours, float(result.stdout.split()[-1])))
             ours, theirs = np.median(pairs, axis=0)
             rows = [[f"{ours:.0f}", f"{theirs:.0f}", ours / theirs]]
