@@ -1,9 +1,7 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = [
-#     "ale-py>=0.12", "flax>=0.12", "gymnasium>=1.2", "imageio>=2.34", "jax>=0.10", "numpy>=2", "optax>=0.2.5",
-#     "rich>=14", "tensorboard>=2.20", "tyro>=1.0",
-# ]
+# dependencies = ["ale-py>=0.12", "flax>=0.12", "gymnasium>=1.2", "imageio>=2.34", "jax>=0.10", "numpy>=2",
+#     "optax>=0.2.5", "rich>=14", "tensorboard>=2.20", "tyro>=1.0"]
 # ///
 """EauDeDQN on Atari: Q-networks of growing sparsity share one target, and the best of them becomes the next target.
 
@@ -527,14 +525,11 @@ class Run:
         self.args, self.stop_signal, self.stops = args, None, False
         run_name = f"{env_name(args.env_id)}__{Path(__file__).stem}__{args.seed}__{time.time():.3f}"
         self.folder = args.resume or args.runs_dir / run_name
-        try:
-            if not saved:
-                self.folder.mkdir(parents=True)
-                (self.folder / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=2, default=str))
-            for path in self.folder.glob("events*"):  # what was logged after the checkpoint comes again
-                os.truncate(path, saved["files"].get(path.name, 0))
-        except OSError as error:
-            fail(f"cannot write the run folder {self.folder}: {error.strerror}; choose another --runs-dir")
+        if not saved:
+            self.folder.mkdir(parents=True)
+            (self.folder / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=2, default=str))
+        for path in self.folder.glob("events*"):  # what was logged after the checkpoint comes again
+            os.truncate(path, saved["files"].get(path.name, 0))
         self.lock = saved.get("lock") or lock_folder(self.folder)
         self.old_handlers = {x: signal.signal(x, self.interrupt) for x in (signal.SIGINT, signal.SIGTERM)}
         self.writer, self.step, self.latest = Writer(str(self.folder)), saved.get("step", 0), saved.get("latest", {})
@@ -617,21 +612,11 @@ class Run:
         time_taken = datetime.timedelta(seconds=int(time.monotonic() - self.start))
         weights = np.concatenate([np.ravel(x) for x in jax.tree.leaves(params)])
         print(f"{'Interrupted' if self.stops else 'Finished'} after {self.step:,} steps and {time_taken}")
-        if self.returns:
-            print(f"Return {np.mean(self.returns):.1f}, mean of the last {len(self.returns)} episodes")
         print(f"Target with {np.count_nonzero(weights):,} non-zero weights of {weights.size:,}")
         if self.stops and self.args.checkpoint_period:
             print(f"python {sys.argv[0]} --resume {self.folder}")
         print(f"python {sys.argv[0]} --evaluate {self.folder}/policy.npz")
         print(f"tensorboard --logdir {self.folder.parent}")
-
-
-def log_reward(run: Run, reward: float, done: bool) -> None:
-    run.rewards.append(reward)
-    if done:
-        run.returns.append(sum(run.rewards))
-        run.log({"charts/episodic_return": run.returns[-1], "charts/episodic_length": len(run.rewards)})
-        run.rewards = []
 
 
 def play_policy(args: Args) -> None:
@@ -683,12 +668,14 @@ def train(args: Args) -> Path:
                 run.clock = run.clock or (step, time.monotonic())  # SPS counts from the first update, which compiles
             next_observations, rewards, terminals, truncations, _ = env.step(actions)
             episode.append(actions)
-            if done := terminals[0] or truncations[0]:
-                episode = [int(rng.integers(2**30))]
+            run.rewards.append(rewards[0])
+            if terminals[0] or truncations[0]:
+                run.returns.append(sum(run.rewards))
+                run.log({"charts/episodic_return": run.returns[-1], "charts/episodic_length": len(run.rewards)})
+                run.rewards, episode = [], [int(rng.integers(2**30))]
                 next_observations = replay_episode(env, episode)
             memory.add(observations, actions, rewards, terminals, truncations, next_observations)  # l. 5
             observations = next_observations
-            log_reward(run, rewards[0], done)
             if not np.isfinite(state.cumulated_losses).any():
                 fail(f"all networks have diverged at step {step}; try a lower --learning-rate")
 

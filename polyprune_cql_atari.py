@@ -1,9 +1,7 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = [
-#     "ale-py>=0.12", "flax>=0.12", "gymnasium>=1.2", "imageio>=2.34", "jax>=0.10", "numpy>=2", "optax>=0.2.5",
-#     "rich>=14", "tensorboard>=2.20", "tyro>=1.0",
-# ]
+# dependencies = ["ale-py>=0.12", "flax>=0.12", "gymnasium>=1.2", "imageio>=2.34", "jax>=0.10", "numpy>=2",
+#     "optax>=0.2.5", "rich>=14", "tensorboard>=2.20", "tyro>=1.0"]
 # ///
 """PolyPruneCQL on Atari, offline: CQL whose network is pruned on a hand-made schedule. Also dense CQL and DistillCQL.
 
@@ -305,9 +303,7 @@ def sparsity_of(masks) -> float:
     return float(1 - sum(mask.sum() for mask in prunable) / sum(mask.size for mask in prunable))
 
 
-def polynomial_sparsity(
-    step: int, total_steps: int, final_sparsity: float, start: float, end: float, power: float
-) -> float:
+def polynomial_sparsity(step: int, total_steps: int, final_sparsity, start, end, power) -> float:
     """Eq. (2): from 0 at `start` to `final_sparsity` at `end`, both shares of `total_steps`."""
     progress = (step - start * total_steps) / ((end - start) * total_steps or 1)
     return final_sparsity * (1 - (1 - min(max(progress, 0.0), 1.0)) ** power)
@@ -500,14 +496,11 @@ class Run:
         self.args, self.stop_signal, self.stops = args, None, False
         run_name = f"{env_name(args.env_id)}__{Path(__file__).stem}__{args.seed}__{time.time():.3f}"
         self.folder = args.resume or args.runs_dir / run_name
-        try:
-            if not saved:
-                self.folder.mkdir(parents=True)
-                (self.folder / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=2, default=str))
-            for path in self.folder.glob("events*"):  # what was logged after the checkpoint comes again
-                os.truncate(path, saved["files"].get(path.name, 0))
-        except OSError as error:
-            fail(f"cannot write the run folder {self.folder}: {error.strerror}; choose another --runs-dir")
+        if not saved:
+            self.folder.mkdir(parents=True)
+            (self.folder / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=2, default=str))
+        for path in self.folder.glob("events*"):  # what was logged after the checkpoint comes again
+            os.truncate(path, saved["files"].get(path.name, 0))
         self.lock = saved.get("lock") or lock_folder(self.folder)
         self.old_handlers = {x: signal.signal(x, self.interrupt) for x in (signal.SIGINT, signal.SIGTERM)}
         self.writer, self.step, self.latest = Writer(str(self.folder)), saved.get("step", 0), saved.get("latest", {})
@@ -590,8 +583,6 @@ class Run:
         time_taken = datetime.timedelta(seconds=int(time.monotonic() - self.start))
         weights = np.concatenate([np.ravel(x) for x in jax.tree.leaves(params)])
         print(f"{'Interrupted' if self.stops else 'Finished'} after {self.step:,} steps and {time_taken}")
-        if self.returns:
-            print(f"Return {np.mean(self.returns):.1f}, mean of the last {len(self.returns)} episodes")
         print(f"Target with {np.count_nonzero(weights):,} non-zero weights of {weights.size:,}")
         if self.stops and self.args.checkpoint_period:
             print(f"python {sys.argv[0]} --resume {self.folder}")

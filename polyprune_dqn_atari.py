@@ -1,9 +1,7 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = [
-#     "ale-py>=0.12", "flax>=0.12", "gymnasium>=1.2", "imageio>=2.34", "jax>=0.10", "numpy>=2", "optax>=0.2.5",
-#     "rich>=14", "tensorboard>=2.20", "tyro>=1.0",
-# ]
+# dependencies = ["ale-py>=0.12", "flax>=0.12", "gymnasium>=1.2", "imageio>=2.34", "jax>=0.10", "numpy>=2",
+#     "optax>=0.2.5", "rich>=14", "tensorboard>=2.20", "tyro>=1.0"]
 # ///
 """PolyPruneDQN on Atari: DQN whose network is pruned on a hand-made schedule. Also dense DQN and DistillDQN.
 
@@ -315,9 +313,7 @@ def sparsity_of(masks) -> float:
     return float(1 - sum(mask.sum() for mask in prunable) / sum(mask.size for mask in prunable))
 
 
-def polynomial_sparsity(
-    step: int, total_steps: int, final_sparsity: float, start: float, end: float, power: float
-) -> float:
+def polynomial_sparsity(step: int, total_steps: int, final_sparsity, start, end, power) -> float:
     """Eq. (2): from 0 at `start` to `final_sparsity` at `end`, both shares of `total_steps`."""
     progress = (step - start * total_steps) / ((end - start) * total_steps or 1)
     return final_sparsity * (1 - (1 - min(max(progress, 0.0), 1.0)) ** power)
@@ -501,14 +497,11 @@ class Run:
         self.args, self.stop_signal, self.stops = args, None, False
         run_name = f"{env_name(args.env_id)}__{Path(__file__).stem}__{args.seed}__{time.time():.3f}"
         self.folder = args.resume or args.runs_dir / run_name
-        try:
-            if not saved:
-                self.folder.mkdir(parents=True)
-                (self.folder / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=2, default=str))
-            for path in self.folder.glob("events*"):  # what was logged after the checkpoint comes again
-                os.truncate(path, saved["files"].get(path.name, 0))
-        except OSError as error:
-            fail(f"cannot write the run folder {self.folder}: {error.strerror}; choose another --runs-dir")
+        if not saved:
+            self.folder.mkdir(parents=True)
+            (self.folder / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=2, default=str))
+        for path in self.folder.glob("events*"):  # what was logged after the checkpoint comes again
+            os.truncate(path, saved["files"].get(path.name, 0))
         self.lock = saved.get("lock") or lock_folder(self.folder)
         self.old_handlers = {x: signal.signal(x, self.interrupt) for x in (signal.SIGINT, signal.SIGTERM)}
         self.writer, self.step, self.latest = Writer(str(self.folder)), saved.get("step", 0), saved.get("latest", {})
@@ -591,21 +584,11 @@ class Run:
         time_taken = datetime.timedelta(seconds=int(time.monotonic() - self.start))
         weights = np.concatenate([np.ravel(x) for x in jax.tree.leaves(params)])
         print(f"{'Interrupted' if self.stops else 'Finished'} after {self.step:,} steps and {time_taken}")
-        if self.returns:
-            print(f"Return {np.mean(self.returns):.1f}, mean of the last {len(self.returns)} episodes")
         print(f"Target with {np.count_nonzero(weights):,} non-zero weights of {weights.size:,}")
         if self.stops and self.args.checkpoint_period:
             print(f"python {sys.argv[0]} --resume {self.folder}")
         print(f"python {sys.argv[0]} --evaluate {self.folder}/policy.npz")
         print(f"tensorboard --logdir {self.folder.parent}")
-
-
-def log_reward(run: Run, reward: float, done: bool) -> None:
-    run.rewards.append(reward)
-    if done:
-        run.returns.append(sum(run.rewards))
-        run.log({"charts/episodic_return": run.returns[-1], "charts/episodic_length": len(run.rewards)})
-        run.rewards = []
 
 
 def play_policy(args: Args) -> None:
@@ -657,14 +640,16 @@ def train(args: Args) -> Path:
                 run.clock = run.clock or (step, time.monotonic())  # SPS counts from the first update, which compiles
             next_observations, rewards, terminals, truncations, _ = env.step(actions)
             episode.append(actions)
-            if done := terminals[0] or truncations[0]:
-                episode = [int(rng.integers(2**30))]
+            run.rewards.append(rewards[0])
+            if terminals[0] or truncations[0]:
+                run.returns.append(sum(run.rewards))
+                run.log({"charts/episodic_return": run.returns[-1], "charts/episodic_length": len(run.rewards)})
+                run.rewards, episode = [], [int(rng.integers(2**30))]
                 next_observations = replay_episode(env, episode)
             memory.add(observations, actions, rewards, terminals, truncations, next_observations)  # l. 5
             if recorder:
                 recorder.add(observations, actions, rewards, terminals, truncations)
             observations = next_observations
-            log_reward(run, rewards[0], done)
             if not np.isfinite(metrics.get("losses/td_loss", 0)):
                 fail(f"the network has diverged at step {step}; try a lower --learning-rate")
 

@@ -90,7 +90,7 @@ def run_until_the_end(folder, script, name, strikes):
     assert (result.returncode, result.stderr) == (0, "")
     (run,) = (folder / name).iterdir()
     assert ("resumed after" in result.stdout) == bool(strikes)
-    return run, re.findall("^(?:Return|Target) .*", result.stdout, re.MULTILINE)
+    return run, re.findall("0:00:00 left, (.*)|^(Target .*)", result.stdout, re.MULTILINE)[-2:]
 
 
 def contents(run):
@@ -154,17 +154,16 @@ PONG = dict(env_id="Pong", features=TINY, total_timesteps=400, learning_starts=5
 
 def stop_after(n_steps, script, monkeypatch, signums=(signal.SIGINT,)):
     """Send signals in that step of the next run."""
-    calls, name = [], "log_reward" if hasattr(script, "log_reward") else "learn_many"  # called once in every step
-    function = getattr(script, name)
+    calls, saves = [], script.Run.saves  # called at the end of each step, before it is saved
 
-    def call(*inputs):
-        calls.append(name)
+    def call(run):
+        calls.append(run.step)
         if len(calls) == n_steps:
             for signum in signums:
                 signal.raise_signal(signum)
-        return function(*inputs)
+        return saves(run)
 
-    monkeypatch.setattr(script, name, call)
+    monkeypatch.setattr(script.Run, "saves", call)
 
 
 @pytest.fixture(scope="module")
@@ -264,16 +263,16 @@ def test_other_flags_are_refused(run, capsys):
 
 
 def test_a_run_has_one_process(run, capsys, monkeypatch):
-    script, log_reward, refused = polyprune_dqn_atari, polyprune_dqn_atari.log_reward, []
+    script, saves, refused = polyprune_dqn_atari, polyprune_dqn_atari.Run.saves, []
 
-    def resume_as_well(current, *reward):
+    def resume_as_well(current):
         if not refused:
             with pytest.raises(SystemExit) as exit_info:
                 script.train(script.Args(resume=current.folder))
             refused.append((exit_info.value.code, capsys.readouterr().err))
-        log_reward(current, *reward)
+        return saves(current)
 
-    monkeypatch.setattr(script, "log_reward", resume_as_well)
+    monkeypatch.setattr(script.Run, "saves", resume_as_well)
     script.train(script.Args(resume=run))  # resumed
     assert refused == [(2, f"error: another process is at work on {run}\n")]
     refused.clear()
