@@ -12,7 +12,6 @@ Learning", 2025.
     tensorboard --logdir runs
 """
 
-import collections
 import contextlib
 import dataclasses
 import datetime
@@ -50,7 +49,7 @@ FRAME, STACK = (84, 84), 4  # pixels of a frame, frames of an observation
 LOG_PERIOD = 1_000  # steps between two points of the curves that have a value at every step
 
 
-# ---- Arguments: the defaults are the paper's -------------------------------------------------------------------------
+# ---- Arguments: the defaults are the paper's, where it has them ------------------------------------------------------
 @dataclasses.dataclass(frozen=True)
 class Args:
     env_id: str = "Pong"  # what to play: Pong or ALE/Pong-v5 on Atari, Ant or Ant-v5 on MuJoCo
@@ -430,7 +429,7 @@ def evaluate(args: Args, rng: np.random.Generator, network: QNetwork, params) ->
     if args.capture_video:  # the first episode again, in colour: its seed and its actions lead to the same game
         env = make_env(args.env_id, 1, args.horizon, colour=True)
         frames = [env.reset(seed=episode[0])[0][0, -1]] + [env.step(actions)[0][0, -1] for actions in episode[1:-1]]
-        imageio.imwrite(args.capture_video, frames, duration=1_000 / 15, loop=0)  # 15 steps are a second of the game
+        imageio.imwrite(args.capture_video, frames, duration=70, loop=0)  # ms, almost as in the game: 15 steps a second
     return returns
 
 
@@ -483,13 +482,6 @@ def load_policy(path: Path) -> tuple[dict, dict]:
     return about, flax.traverse_util.unflatten_dict(tensors, sep="/")
 
 
-def report_returns(about: dict, returns: np.ndarray) -> None:
-    sparsities = ", ".join(f"{name} {sparsity:.3f}" for name, sparsity in about["sparsity"].items())
-    print(f"{about['env_id']}, {about['script']}.py after {about['step']:,} steps, sparsity of {sparsities}")
-    print(f"Return {returns.mean():.1f} +- {returns.std():.1f}, mean and standard deviation of {len(returns)} episodes")
-    print("Each:", *np.round(returns, 1))
-
-
 def lock_folder(folder: Path):
     """A file that is locked until it is closed: one process for a run."""
     lock = open(folder / "args.json", "r+")  # noqa: SIM115 ("r+", as NFS locks no other)
@@ -533,10 +525,10 @@ class Run:
         self.lock = saved.get("lock") or lock_folder(self.folder)
         self.old_handlers = {x: signal.signal(x, self.interrupt) for x in (signal.SIGINT, signal.SIGTERM)}
         self.writer, self.step, self.latest = Writer(str(self.folder)), saved.get("step", 0), saved.get("latest", {})
-        self.returns = saved.get("returns", collections.deque(maxlen=100))  # of the last episodes
+        self.returns = saved.get("returns", [])  # of all episodes
         self.rewards = saved.get("rewards", [])  # of the current episode
-        self.start = self.shown = time.monotonic()
-        self.clock, self.first_step = None, self.step  # clock: the step and the time from which SPS counts
+        self.shown, self.opened = time.monotonic(), (self.step, time.monotonic())
+        self.clock = None  # the step and the time from which SPS counts
         print(f"{header}\nRun folder {self.folder}" + f", resumed after {self.step:,} steps" * bool(saved), flush=True)
         self.progress = Progress(BarColumn(bar_width=20), "{task.description}", disable=not sys.stdout.isatty())
         self.task = self.progress.add_task("", total=args.total_timesteps)
@@ -594,14 +586,14 @@ class Run:
                 self.writer.add_scalar(f"{tag}_{k}" if np.ndim(value) else tag, x, self.step)
 
     def sps(self) -> float:
-        first_step, start = self.clock or (self.first_step, self.start)
+        first_step, start = self.clock if self.clock and self.clock[0] < self.step else self.opened
         return (self.step - first_step) / max(time.monotonic() - start, 1e-9)
 
     def show(self) -> None:
         self.shown, seconds_left = time.monotonic(), (self.args.total_timesteps - self.step) / max(self.sps(), 1e-3)
         time_left = datetime.timedelta(seconds=int(seconds_left))
         status = f"{self.step:,}/{self.args.total_timesteps:,} steps, {self.sps():,.1f} SPS, {time_left} left\n"
-        status += f"return {np.mean(self.returns):.1f}" if self.returns else "return -"
+        status += f"return {np.mean(self.returns[-100:]):.1f}" if self.returns else "return -"
         for name, tag in (("sparsity", "sparsity/target"), ("epsilon", "charts/epsilon")):
             status += f", {name} {self.latest[tag]:.3f}" if tag in self.latest else ""
         self.progress.update(self.task, completed=self.step, description=status)
@@ -609,9 +601,8 @@ class Run:
             print(status.replace("\n", ", "), flush=True)
 
     def summarize(self, params) -> None:
-        time_taken = datetime.timedelta(seconds=int(time.monotonic() - self.start))
         weights = np.concatenate([np.ravel(x) for x in jax.tree.leaves(params)])
-        print(f"{'Interrupted' if self.stops else 'Finished'} after {self.step:,} steps and {time_taken}")
+        print(f"{'Interrupted' if self.stops else 'Finished'} after {self.step:,} steps")
         print(f"Target with {np.count_nonzero(weights):,} non-zero weights of {weights.size:,}")
         if self.stops and self.args.checkpoint_period:
             print(f"python {sys.argv[0]} --resume {self.folder}")
@@ -624,7 +615,11 @@ def play_policy(args: Args) -> None:
     about, networks = load_policy(args.evaluate)
     network = QNetwork(tuple(about["features"]), about["shapes"]["target/params/Dense_1/bias"][0])
     args = dataclasses.replace(args, env_id=about["env_id"])
-    report_returns(about, evaluate(args, np.random.default_rng(args.seed), network, networks["target"]))
+    returns = evaluate(args, np.random.default_rng(args.seed), network, networks["target"])
+    sparsities = ", ".join(f"{name} {sparsity:.3f}" for name, sparsity in about["sparsity"].items())
+    print(f"{about['env_id']}, {about['script']}.py after {about['step']:,} steps, sparsity of {sparsities}")
+    print(f"Return {returns.mean():.1f} +- {returns.std():.1f}, mean and standard deviation of {len(returns)} episodes")
+    print("Each:", *np.round(returns, 1))
 
 
 # ---- Training --------------------------------------------------------------------------------------------------------
@@ -640,7 +635,7 @@ def train(args: Args) -> Path:
     n_weights = sum(x.size for x in jax.tree.leaves(state.target_params))
     header = (
         f"EauDeDQN on {env_name(args.env_id)}, seed {args.seed}, on the {jax.default_backend().upper()}\n"
-        f"{args.n_networks} networks of {n_weights:,} parameters, features {' '.join(map(str, args.features))}\n"
+        f"{args.n_networks} networks of {n_weights:,} parameters, features {args.features}\n"
         f"Replay memory of {buffer_size:,} transitions, {(buffer_size + n_spare) * math.prod(FRAME) / 1e9:.2f} GB "
         f"{'on the disk' if args.checkpoint_period else 'when full'}"
     )
@@ -648,7 +643,7 @@ def train(args: Args) -> Path:
         memory = ReplayMemory(buffer_size, n_spare, run.folder / "replay" if args.checkpoint_period else None)
         episode, metrics = [int(rng.integers(2**30))], {}  # the seed and the actions of the current episode
         if saved:
-            state = jax.tree.unflatten(jax.tree.structure(state), jax.device_put(saved["state"]))
+            state = jax.tree.unflatten(jax.tree.structure(state), jax.device_put(saved.pop("state")))
             rng.bit_generator.state, episode, metrics = saved["rng"], saved["episode"], saved["metrics"]
             vars(memory).update(saved["memory"], frames=memory.frames)
         else:

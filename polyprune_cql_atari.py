@@ -22,7 +22,6 @@ import functools
 import gzip
 import hashlib
 import io
-import itertools
 import json
 import math
 import os
@@ -54,7 +53,7 @@ FRAME, STACK = (84, 84), 4  # pixels of a frame, frames of an observation
 LOG_PERIOD = 1_000  # steps between two points of the curves that have a value at every step
 
 
-# ---- Arguments: the defaults are the paper's -------------------------------------------------------------------------
+# ---- Arguments: the defaults are the paper's, where it has them ------------------------------------------------------
 @dataclasses.dataclass(frozen=True)
 class Args:
     env_id: str = "Pong"  # what to play: Pong or ALE/Pong-v5 on Atari, Ant or Ant-v5 on MuJoCo
@@ -89,8 +88,7 @@ class Args:
 
 # Whole numbers are at least 1, others between 0 and 1, but for these limits. In a pair the first is not the smaller.
 LIMITS = {"seed": (0, 2**31 - 1), "checkpoint_period": (0, math.inf), "horizon": (2, 2**29 - 1)}
-LIMITS |= {"features": (1, math.inf), "kept_rows": (5, math.inf)}
-LIMITS |= {"final_sparsity": (0, 0.9999), "cql_alpha": (0, 1e9)}
+LIMITS |= {"features": (1, math.inf), "kept_rows": (5, math.inf), "final_sparsity": (0, 0.9999), "cql_alpha": (0, 1e9)}
 PAIRS = {"pruning_end": "pruning_start", "total_timesteps": "epoch_steps"}
 
 
@@ -174,7 +172,15 @@ def read_rows(path: Path, dtype: type, n_rows: int) -> np.ndarray:
                 block[:] = np.frombuffer(file.read(block.nbytes), dtype).reshape(block.shape)
             return rows
     except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise ValueError(f"{path} cannot be used: {error}") from error
+        raise OSError(f"{path} cannot be used: {error}") from error
+
+
+def valid_rows(terminals: np.ndarray) -> np.ndarray:
+    """The stack and the frame that follows are in the file, and no episode ends in the stack before its last frame."""
+    rows = np.arange(STACK - 1, len(terminals) - 1)
+    for back in range(1, STACK):  # three rows of zeros come before each episode, so its first stacks are like any other
+        rows = rows[terminals[rows - back] == 0]
+    return rows
 
 
 def load_file(args: Args, number: int, n_actions: int) -> ReplayFile:
@@ -182,15 +188,10 @@ def load_file(args: Args, number: int, n_actions: int) -> ReplayFile:
     columns = [read_rows(path, dtype, args.kept_rows) for path, dtype in zip(paths, REPLAY_MEMBERS.values())]
     _, actions, _, terminals = columns
     if len({len(column) for column in columns}) > 1:
-        raise ValueError(f"{paths[0]} and its companions have {[len(column) for column in columns]} rows")
+        raise OSError(f"{paths[0]} and its companions have {[len(column) for column in columns]} rows")
     if not np.isin(actions, np.arange(n_actions)).all():
-        raise ValueError(f"{paths[1]} has actions from {actions.min()} to {actions.max()}, the game only {n_actions}")
-    # Valid: the stack and the frame that follows are in the file, and no episode ends in the stack before its last
-    # frame. Three rows of zeros come before each episode, so that its first stacks are like any other.
-    valid = np.arange(STACK - 1, len(actions) - 1)
-    for back in range(1, STACK):
-        valid = valid[terminals[valid - back] == 0]
-    return ReplayFile(*columns, valid)
+        raise OSError(f"{paths[1]} has actions from {actions.min()} to {actions.max()}, the game only {n_actions}")
+    return ReplayFile(*columns, valid_rows(terminals))
 
 
 class ReplayData:
@@ -200,25 +201,23 @@ class ReplayData:
         self.args, self.rng, self.n_actions, self.chosen, self.reading = args, rng, n_actions, [], []
         folder = args.dataset_dir or fail(NO_DATASET)
         names = " ".join(path.name for path in folder.glob("$store$_*_ckpt.*.gz"))
-        self.numbers = np.unique([int(number) for number in re.findall(r"_ckpt\.(\d+)\.gz", names)])
-        for name, number in itertools.product(REPLAY_MEMBERS, self.numbers):
-            if not (path := folder / f"$store$_{name}_ckpt.{number}.gz").exists():
-                fail(f"{path} is missing")
-        self.reader = ThreadPoolExecutor(max_workers=1)
+        numbers = np.unique([int(number) for number in re.findall(r"_ckpt\.(\d+)\.gz", names)])
+        paths = [folder / f"$store$_{name}_ckpt.{k}.gz" for name in REPLAY_MEMBERS for k in numbers]
+        if missing := [path for path in paths if not path.exists()]:
+            fail(f"{missing[0]} is missing")
+        terminals = {k: read_rows(folder / f"$store$_terminal_ckpt.{k}.gz", np.uint8, args.kept_rows) for k in numbers}
+        self.numbers = np.array([k for k in numbers if len(valid_rows(terminals[k]))])
+        if not len(self.numbers):
+            fail(f"there is no $store$_*_ckpt.N.gz file with a whole transition in {folder}")
         if saved and not np.array_equal(self.numbers, saved["numbers"]):
             fail(f"{folder} has other files than when the run was started")
+        self.reader = ThreadPoolExecutor(max_workers=1)
         for chosen in saved["chosen"] if saved else (None, None):  # the files in memory, the next ones
             self.next_files(chosen)
-        if not self.files:
-            fail(f"there is no $store$_*_ckpt.N.gz file with a whole transition in {folder}")
 
     def next_files(self, chosen: np.ndarray | None = None) -> None:
         """Take what was read, and read the next files: not the same ones, if there are enough."""
-        try:
-            self.files = [file for file in (future.result() for future in self.reading) if len(file.valid)]
-        except ValueError as error:
-            self.reader.shutdown(wait=False, cancel_futures=True)
-            fail(str(error))
+        self.files = [future.result() for future in self.reading]
         n_files, others = min(self.args.files_in_memory, len(self.numbers)), np.setdiff1d(self.numbers, self.chosen)
         drawn = self.rng.choice(others if len(others) >= n_files else self.numbers, n_files, replace=False)
         self.in_memory, self.chosen = self.chosen, drawn if chosen is None else chosen
@@ -401,7 +400,7 @@ def evaluate(args: Args, rng: np.random.Generator, network: QNetwork, params) ->
     if args.capture_video:  # the first episode again, in colour: its seed and its actions lead to the same game
         env = make_env(args.env_id, 1, args.horizon, colour=True)
         frames = [env.reset(seed=episode[0])[0][0, -1]] + [env.step(actions)[0][0, -1] for actions in episode[1:-1]]
-        imageio.imwrite(args.capture_video, frames, duration=1_000 / 15, loop=0)  # 15 steps are a second of the game
+        imageio.imwrite(args.capture_video, frames, duration=70, loop=0)  # ms, almost as in the game: 15 steps a second
     return returns
 
 
@@ -454,13 +453,6 @@ def load_policy(path: Path) -> tuple[dict, dict]:
     return about, flax.traverse_util.unflatten_dict(tensors, sep="/")
 
 
-def report_returns(about: dict, returns: np.ndarray) -> None:
-    sparsities = ", ".join(f"{name} {sparsity:.3f}" for name, sparsity in about["sparsity"].items())
-    print(f"{about['env_id']}, {about['script']}.py after {about['step']:,} steps, sparsity of {sparsities}")
-    print(f"Return {returns.mean():.1f} +- {returns.std():.1f}, mean and standard deviation of {len(returns)} episodes")
-    print("Each:", *np.round(returns, 1))
-
-
 def lock_folder(folder: Path):
     """A file that is locked until it is closed: one process for a run."""
     lock = open(folder / "args.json", "r+")  # noqa: SIM115 ("r+", as NFS locks no other)
@@ -504,10 +496,10 @@ class Run:
         self.lock = saved.get("lock") or lock_folder(self.folder)
         self.old_handlers = {x: signal.signal(x, self.interrupt) for x in (signal.SIGINT, signal.SIGTERM)}
         self.writer, self.step, self.latest = Writer(str(self.folder)), saved.get("step", 0), saved.get("latest", {})
-        self.returns = saved.get("returns", collections.deque(maxlen=100))  # of the last episodes
+        self.returns = saved.get("returns", [])  # of all episodes
         self.rewards = saved.get("rewards", [])  # of the current episode
-        self.start = self.shown = time.monotonic()
-        self.clock, self.first_step = None, self.step  # clock: the step and the time from which SPS counts
+        self.shown, self.opened = time.monotonic(), (self.step, time.monotonic())
+        self.clock = None  # the step and the time from which SPS counts
         print(f"{header}\nRun folder {self.folder}" + f", resumed after {self.step:,} steps" * bool(saved), flush=True)
         self.progress = Progress(BarColumn(bar_width=20), "{task.description}", disable=not sys.stdout.isatty())
         self.task = self.progress.add_task("", total=args.total_timesteps)
@@ -565,14 +557,14 @@ class Run:
                 self.writer.add_scalar(f"{tag}_{k}" if np.ndim(value) else tag, x, self.step)
 
     def sps(self) -> float:
-        first_step, start = self.clock or (self.first_step, self.start)
+        first_step, start = self.clock if self.clock and self.clock[0] < self.step else self.opened
         return (self.step - first_step) / max(time.monotonic() - start, 1e-9)
 
     def show(self) -> None:
         self.shown, seconds_left = time.monotonic(), (self.args.total_timesteps - self.step) / max(self.sps(), 1e-3)
         time_left = datetime.timedelta(seconds=int(seconds_left))
         status = f"{self.step:,}/{self.args.total_timesteps:,} steps, {self.sps():,.1f} SPS, {time_left} left\n"
-        status += f"return {np.mean(self.returns):.1f}" if self.returns else "return -"
+        status += f"return {np.mean(self.returns[-100:]):.1f}" if self.returns else "return -"
         for name, tag in (("sparsity", "sparsity/target"), ("epsilon", "charts/epsilon")):
             status += f", {name} {self.latest[tag]:.3f}" if tag in self.latest else ""
         self.progress.update(self.task, completed=self.step, description=status)
@@ -580,9 +572,8 @@ class Run:
             print(status.replace("\n", ", "), flush=True)
 
     def summarize(self, params) -> None:
-        time_taken = datetime.timedelta(seconds=int(time.monotonic() - self.start))
         weights = np.concatenate([np.ravel(x) for x in jax.tree.leaves(params)])
-        print(f"{'Interrupted' if self.stops else 'Finished'} after {self.step:,} steps and {time_taken}")
+        print(f"{'Interrupted' if self.stops else 'Finished'} after {self.step:,} steps")
         print(f"Target with {np.count_nonzero(weights):,} non-zero weights of {weights.size:,}")
         if self.stops and self.args.checkpoint_period:
             print(f"python {sys.argv[0]} --resume {self.folder}")
@@ -595,7 +586,11 @@ def play_policy(args: Args) -> None:
     about, networks = load_policy(args.evaluate)
     network = QNetwork(tuple(about["features"]), about["shapes"]["target/params/Dense_1/bias"][0])
     args = dataclasses.replace(args, env_id=about["env_id"])
-    report_returns(about, evaluate(args, np.random.default_rng(args.seed), network, networks["target"]))
+    returns = evaluate(args, np.random.default_rng(args.seed), network, networks["target"])
+    sparsities = ", ".join(f"{name} {sparsity:.3f}" for name, sparsity in about["sparsity"].items())
+    print(f"{about['env_id']}, {about['script']}.py after {about['step']:,} steps, sparsity of {sparsities}")
+    print(f"Return {returns.mean():.1f} +- {returns.std():.1f}, mean and standard deviation of {len(returns)} episodes")
+    print("Each:", *np.round(returns, 1))
 
 
 # ---- Training --------------------------------------------------------------------------------------------------------
@@ -609,7 +604,7 @@ def train(args: Args) -> Path:
     n_weights = sum(x.size for x in jax.tree.leaves(state.target_params))
     header = (
         f"PolyPruneCQL on {env_name(args.env_id)}, seed {args.seed}, on the {jax.default_backend().upper()}\n"
-        f"1 network of {n_weights:,} parameters, features {' '.join(map(str, args.features))}\n"
+        f"1 network of {n_weights:,} parameters, features {args.features}\n"
         f"{len(data.files)} of {len(data.numbers)} files, {sum(x.observation.nbytes for x in data.files) / 1e9:.2f} GB"
     )
     # No environment step comes between two gradient steps, so an accelerator does up to 100 in one call. On a CPU
@@ -619,7 +614,7 @@ def train(args: Args) -> Path:
     n_updates = 1 if jax.default_backend() == "cpu" else n_updates
     with contextlib.closing(Run(args, header, saved)) as run:
         if saved:
-            state = jax.tree.unflatten(jax.tree.structure(state), jax.device_put(saved["state"]))
+            state = jax.tree.unflatten(jax.tree.structure(state), jax.device_put(saved.pop("state")))
             rng.bit_generator.state = saved["rng"]
         else:
             run.log({"sparsity/target": 0.0})

@@ -12,7 +12,6 @@ Learning", 2025, after Obando-Ceron et al., 2024. "l. 3" is a line of its Algori
     tensorboard --logdir runs
 """
 
-import collections
 import contextlib
 import dataclasses
 import datetime
@@ -50,7 +49,7 @@ LOG_PERIOD = 1_000  # steps between two points of the curves that have a value a
 EVAL_SEED = 10_000  # of the first episode of every evaluation; the next ones count up
 
 
-# ---- Arguments: the defaults are the paper's -------------------------------------------------------------------------
+# ---- Arguments: the defaults are the paper's, where it has them ------------------------------------------------------
 @dataclasses.dataclass(frozen=True)
 class Args:
     env_id: str = "HalfCheetah"  # what to play: Pong or ALE/Pong-v5 on Atari, Ant or Ant-v5 on MuJoCo
@@ -435,13 +434,6 @@ def load_policy(path: Path) -> tuple[dict, dict]:
     return about, flax.traverse_util.unflatten_dict(tensors, sep="/")
 
 
-def report_returns(about: dict, returns: np.ndarray) -> None:
-    sparsities = ", ".join(f"{name} {sparsity:.3f}" for name, sparsity in about["sparsity"].items())
-    print(f"{about['env_id']}, {about['script']}.py after {about['step']:,} steps, sparsity of {sparsities}")
-    print(f"Return {returns.mean():.1f} +- {returns.std():.1f}, mean and standard deviation of {len(returns)} episodes")
-    print("Each:", *np.round(returns, 1))
-
-
 def lock_folder(folder: Path):
     """A file that is locked until it is closed: one process for a run."""
     lock = open(folder / "args.json", "r+")  # noqa: SIM115 ("r+", as NFS locks no other)
@@ -485,10 +477,10 @@ class Run:
         self.lock = saved.get("lock") or lock_folder(self.folder)
         self.old_handlers = {x: signal.signal(x, self.interrupt) for x in (signal.SIGINT, signal.SIGTERM)}
         self.writer, self.step, self.latest = Writer(str(self.folder)), saved.get("step", 0), saved.get("latest", {})
-        self.returns = saved.get("returns", collections.deque(maxlen=100))  # of the last episodes
+        self.returns = saved.get("returns", [])  # of all episodes
         self.rewards = saved.get("rewards", [])  # of the current episode
-        self.start = self.shown = time.monotonic()
-        self.clock, self.first_step = None, self.step  # clock: the step and the time from which SPS counts
+        self.shown, self.opened = time.monotonic(), (self.step, time.monotonic())
+        self.clock = None  # the step and the time from which SPS counts
         print(f"{header}\nRun folder {self.folder}" + f", resumed after {self.step:,} steps" * bool(saved), flush=True)
         self.progress = Progress(BarColumn(bar_width=20), "{task.description}", disable=not sys.stdout.isatty())
         self.task = self.progress.add_task("", total=args.total_timesteps)
@@ -546,14 +538,14 @@ class Run:
                 self.writer.add_scalar(f"{tag}_{k}" if np.ndim(value) else tag, x, self.step)
 
     def sps(self) -> float:
-        first_step, start = self.clock or (self.first_step, self.start)
+        first_step, start = self.clock if self.clock and self.clock[0] < self.step else self.opened
         return (self.step - first_step) / max(time.monotonic() - start, 1e-9)
 
     def show(self) -> None:
         self.shown, seconds_left = time.monotonic(), (self.args.total_timesteps - self.step) / max(self.sps(), 1e-3)
         time_left = datetime.timedelta(seconds=int(seconds_left))
         status = f"{self.step:,}/{self.args.total_timesteps:,} steps, {self.sps():,.1f} SPS, {time_left} left\n"
-        status += f"return {np.mean(self.returns):.1f}" if self.returns else "return -"
+        status += f"return {np.mean(self.returns[-100:]):.1f}" if self.returns else "return -"
         for name, tag in (("sparsity", "sparsity/target"), ("epsilon", "charts/epsilon")):
             status += f", {name} {self.latest[tag]:.3f}" if tag in self.latest else ""
         self.progress.update(self.task, completed=self.step, description=status)
@@ -561,9 +553,8 @@ class Run:
             print(status.replace("\n", ", "), flush=True)
 
     def summarize(self, params) -> None:
-        time_taken = datetime.timedelta(seconds=int(time.monotonic() - self.start))
         weights = np.concatenate([np.ravel(x) for x in jax.tree.leaves(params)])
-        print(f"{'Interrupted' if self.stops else 'Finished'} after {self.step:,} steps and {time_taken}")
+        print(f"{'Interrupted' if self.stops else 'Finished'} after {self.step:,} steps")
         print(f"Target with {np.count_nonzero(weights):,} non-zero weights of {weights.size:,}")
         if self.stops and self.args.checkpoint_period:
             print(f"python {sys.argv[0]} --resume {self.folder}")
@@ -584,7 +575,11 @@ def play_policy(args: Args) -> None:
         except Exception as error:  # each driver has its own
             fail(f"MuJoCo cannot render on this machine ({error}): leave out --capture-video")
     actor = Actor(tuple(about["actor_features"]), *envs[0].action_space.shape)
-    report_returns(about, evaluate_actor(envs, actor, networks["actor"]))
+    returns = evaluate_actor(envs, actor, networks["actor"])
+    sparsities = ", ".join(f"{name} {sparsity:.3f}" for name, sparsity in about["sparsity"].items())
+    print(f"{about['env_id']}, {about['script']}.py after {about['step']:,} steps, sparsity of {sparsities}")
+    print(f"Return {returns.mean():.1f} +- {returns.std():.1f}, mean and standard deviation of {len(returns)} episodes")
+    print("Each:", *np.round(returns, 1))
     if args.capture_video:
         frames = [frame[::2, ::2] for frame in envs[0].render()[::2]]  # half the steps, half the pixels: a small file
         imageio.imwrite(args.capture_video, frames, duration=2_000 / envs[0].metadata["render_fps"], loop=0)
@@ -602,15 +597,14 @@ def train(args: Args) -> Path:
     state = init_agent(args, actor, critic, jax.random.key(args.seed), np.zeros(n_observations))  # Alg. 2, l. 1
     memory = TransitionMemory(args.buffer_size, n_observations, n_actions)
     n_weights = sum(x[0].size for x in jax.tree.leaves(state.params))
-    features = " ".join(map(str, args.critic_features))
     header = (
         f"PolyPruneSAC on {env_name(args.env_id)}, seed {args.seed}, on the {jax.default_backend().upper()}\n"
-        f"2 critics of {n_weights:,} parameters, features {features}\n"
+        f"2 critics of {n_weights:,} parameters, features {args.critic_features}\n"
         f"Replay memory of {args.buffer_size:,} transitions, {memory.nbytes / 1e9:.2f} GB when full"
     )
     with contextlib.closing(Run(args, header, saved)) as run:
         if saved:
-            state = jax.tree.unflatten(jax.tree.structure(state), jax.device_put(saved["state"]))
+            state = jax.tree.unflatten(jax.tree.structure(state), jax.device_put(saved.pop("state")))
             rng.bit_generator.state, episode, metrics = saved["rng"], saved["episode"], saved["metrics"]
             memory.n_added = saved["n_added"]
             for column, values in zip(memory.rows, saved.pop("rows")):
@@ -628,11 +622,11 @@ def train(args: Args) -> Path:
                 noise = rng.standard_normal((args.utd + 1, args.batch_size, n_actions), np.float32)
                 with_actor = step % args.policy_delay == 0
                 state, new_metrics = learn(args, actor, critic, state, batches, noise, with_actor)  # l. 4-12
-                if not np.isfinite(metrics.get("losses/qf_loss", 0)):
-                    fail(f"a critic has diverged at step {step - 1}; try a lower --learning-rate")
                 metrics |= new_metrics
                 run.clock = run.clock or (step, time.monotonic())  # SPS counts from the first update, which compiles
             episode.append(np.asarray(action))  # waits for the action, not for the update after it
+            if not np.isfinite(episode[-1]).all():
+                fail(f"the actor has diverged at step {step - 1}; try a lower --learning-rate")
             next_observation, reward, terminal, truncation, _ = env.step(episode[-1])
             memory.add(observation, episode[-1], reward, next_observation, terminal)
             run.rewards.append(reward)

@@ -72,6 +72,16 @@ def test_files_without_a_whole_transition_are_passed_over_and_large_ones_are_dra
     np.testing.assert_allclose(counts / 4_000, [0, 0.25, 0.75], atol=0.03)
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_files_without_a_whole_transition_are_never_all_there_is(seed, tmp_path):
+    for number, n_rows in enumerate((4, 14, 4, 14)):
+        write_file(tmp_path, number, [(np.zeros((84, 84)), number, 0.0, False)] * n_rows)
+    data = ReplayData(Args(dataset_dir=tmp_path, files_in_memory=1), np.random.default_rng(seed), n_actions=4)
+    for _ in range(5):
+        assert data.sample(1).actions[0] in (1, 3)
+        data.next_files()
+
+
 def test_each_batch_comes_from_one_file_and_epochs_bring_others(tmp_path):
     for number in range(7):
         write_file(tmp_path, number, [(np.zeros((84, 84)), number, 0.0, False)] * 10)
@@ -205,7 +215,7 @@ def test_broken_files_get_one_message_that_names_them(tmp_path, capsys, monkeypa
     write_file(data, 0, ROWS)
     prepare(data)
     with pytest.raises(SystemExit) as exit_info:
-        script.train(Args(dataset_dir=data, runs_dir=runs, features=(2, 3, 3, 4)))
+        script.main(Args(dataset_dir=data, runs_dir=runs, features=(2, 3, 3, 4)))
     assert exit_info.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
