@@ -323,7 +323,8 @@ def main(args: Args) -> None:
             after = medians(update, args.repetitions)["update"]
             bound = 1_000 / ((before + after) / 2 / period + action)
             rows.append([f"`{script.__name__}`", seconds, sps, bound, sps / bound, memory])
-        header = ["script", "seconds to the first step", "steps per second", "update and action allow", "ratio", "GB"]
+        header = ["script", "seconds to its start", "steps per second", "update and action allow", "ratio"]
+        header += ["GB beside the replay memory"]
         print_table("Whole runs", header, rows)
         if args.sbx:
             pairs = []
