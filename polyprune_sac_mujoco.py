@@ -1,7 +1,7 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["flax>=0.12", "gymnasium[mujoco]>=1.2", "imageio>=2.34", "jax>=0.10", "mujoco>=3.1", "numpy>=2",
-#     "optax>=0.2.5", "rich>=14", "tensorboard>=2.20", "tyro>=1.0"]
+# dependencies = ["filelock>=3.16", "flax>=0.12", "gymnasium[mujoco]>=1.2", "jax>=0.10", "mujoco>=3.1", "numpy>=2",
+#     "optax>=0.2.5", "tensorboard>=2.20", "tyro>=1.0"]
 # ///
 """PolyPruneSAC on MuJoCo: SAC whose critics are pruned on a hand-made schedule. Also dense SAC.
 
@@ -9,21 +9,16 @@ The rival in Vincent et al., "Eau De Q-Network: Adaptive Distillation of Neural 
 Learning", 2025, after Obando-Ceron et al., 2024. "l. 3" is a line of its Algorithm 2 that SAC has too.
 
     python polyprune_sac_mujoco.py --env-id HalfCheetah
-    tensorboard --logdir runs
 """
 
 import contextlib
 import dataclasses
 import datetime
 import difflib
-import fcntl
 import functools
-import hashlib
-import io
 import json
 import math
 import os
-import pickle
 import shutil
 import signal
 import sys
@@ -31,21 +26,20 @@ import time
 from pathlib import Path
 from typing import Literal, NamedTuple, NoReturn
 
+import filelock
 import flax.linen as nn
-import flax.traverse_util
 import gymnasium
-import imageio.v3 as imageio
 import jax
 import jax.numpy as jnp
 import mujoco
 import numpy as np
 import optax
 import tyro
-from rich.progress import BarColumn, Progress
 from tensorboard.summary import Writer
 
-LOG_STD_MIN, LOG_STD_MAX = -20, 2  # limits of the actor's logarithm of a standard deviation
 LOG_PERIOD = 1_000  # steps between two points of the curves that have a value at every step
+SHOWN = {"return": "charts/episodic_return", "evaluation": "eval/episodic_return", "sparsity": "sparsity/target"}
+Distribution = Literal["uniform", "erk", "global"]  # of the sparsity over the tensors of a network
 EVAL_SEED = 10_000  # of the first episode of every evaluation; the next ones count up
 
 
@@ -58,8 +52,6 @@ class Args:
     runs_dir: Path = Path("runs")  # folder in which the run gets a folder of its own
     checkpoint_period: int = 50_000  # steps between two checkpoints, from which the run can go on; 0 writes none
     resume: Path | None = None  # folder of a run to go on with, under its own flags
-    evaluate: Path | None = None  # policy.npz to play, instead of training
-    capture_video: Path | None = None  # .gif file for the first episode of --evaluate
     critic_features: tuple[int, ...] = (256, 256)  # widths of the hidden layers of a critic
     actor_features: tuple[int, ...] = (256, 256)  # widths of the hidden layers of the actor
     final_sparsity: float = 0.95  # sparsity at the end of the schedule; 0 never prunes [s_F]
@@ -68,7 +60,7 @@ class Args:
     pruning_start: float = 0.2  # share of the run at which the schedule of Eq. (2) starts [t_start]
     pruning_end: float = 0.8  # share of the run at which it ends, and the sparsity stays [t_end]
     pruning_period: int = 1_000  # steps between two prunings [P]
-    sparsity_distribution: Literal["uniform", "erk"] = "uniform"  # same sparsity in all tensors, or Erdos-Renyi-Kernel
+    sparsity_distribution: Distribution = "uniform"  # same in all tensors, Erdos-Renyi-Kernel, or one threshold for all
     learning_starts: int = 5_000  # steps played before the first gradient step
     buffer_size: int = 1_000_000  # transitions in the replay memory, first in, first out [D]
     batch_size: int = 256  # transitions in a gradient step [B]
@@ -82,11 +74,9 @@ class Args:
     eval_episodes: int = 10  # episodes of an evaluation, played side by side
 
 
-# Whole numbers are at least 1, others between 0 and 1, but for these limits. In a pair the first is not the smaller.
-LIMITS = {"seed": (0, 2**31 - 1), "checkpoint_period": (0, math.inf)}
-LIMITS |= {"critic_features": (1, math.inf), "actor_features": (1, math.inf), "tau": (1e-6, 1)}
-LIMITS |= {"final_sparsity": (0, 0.9999), "actor_final_sparsity": (0, 0.9999)}
-PAIRS = {"pruning_end": "pruning_start", "learning_starts": "batch_size", "total_timesteps": "learning_starts"}
+SMALLEST = {"seed": 0, "checkpoint_period": 0, "horizon": 2, "buffer_size": 2}  # other whole numbers: 1
+LARGEST = {"seed": 2**31 - 1, "horizon": 2**29 - 1, "max_noise": 1e9, "cql_alpha": 1e9}  # other fractions: 1
+NOT_SMALLER = {"pruning_end": "pruning_start", "total_timesteps": "learning_starts"}  # the first than the second
 
 
 def fail(message: str) -> NoReturn:
@@ -96,21 +86,35 @@ def fail(message: str) -> NoReturn:
 
 
 def check_args(args: Args) -> None:
-    for field in dataclasses.fields(args):
-        flag, value = "--" + field.name.replace("_", "-"), getattr(args, field.name)
-        limits = LIMITS.get(field.name, {int: (1, math.inf), float: (0, 1)}.get(field.type))
-        if limits and not all(limits[0] <= x <= limits[1] for x in np.ravel(value)):
-            at_most = "" if limits[1] == math.inf else f" and at most {limits[1]}"
-            fail(f"{flag} must be at least {limits[0]}{at_most}, not {value}")
-        if field.name in PAIRS and value < getattr(args, other := PAIRS[field.name]):
-            fail(f"{flag} {value} is smaller than --{other.replace('_', '-')} {getattr(args, other)}")
-    if (video := args.capture_video) and not (args.evaluate and video.suffix == ".gif" and video.parent.is_dir()):
-        fail(f"--capture-video {video} must be a .gif file in a folder that exists, and goes with --evaluate")
+    for name, value in vars(args).items():
+        smallest = SMALLEST.get(name, 0 if isinstance(value, float) else 1)
+        largest = LARGEST.get(name, 1 if isinstance(value, float) else math.inf)
+        if isinstance(value, int | float | tuple) and not all(smallest <= x <= largest for x in np.ravel(value)):
+            fail(f"--{name.replace('_', '-')} must be from {smallest} to {largest}, not {value}")
+    for name, other in NOT_SMALLER.items():
+        if getattr(args, name) < getattr(args, other):
+            fail(f"--{name.replace('_', '-')} must not be smaller than --{other.replace('_', '-')}")
+
+
+def load_args(args: Args) -> Args:
+    """With --resume, the flags of that run."""
+    if args != Args(resume=args.resume):
+        fail("--resume goes on with the run's own flags: leave out all others")
+    flags = json.loads((args.resume / "args.json").read_text())
+    if flags.keys() != vars(args).keys():
+        fail(f"{args.resume} is a run of another script")
+    finished = (args.resume / "policy.npz").exists() and not (args.resume / "checkpoint.npz").exists()
+    if finished and flags["checkpoint_period"]:
+        print(f"{args.resume} is finished")
+        sys.exit()
+    flags = {name: tuple(x) if isinstance(x, list) else x for name, x in flags.items()}
+    flags |= {name: Path(x) for name, x in flags.items() if name.endswith("_dir")}
+    return Args(**flags | {"resume": args.resume})
 
 
 # ---- Environment -----------------------------------------------------------------------------------------------------
-def env_name(env_id: str) -> str:
-    """The task's full id: `Ant-v5` for `Ant-v5`, `Ant` and `ant`. The newest version if there is none in the name."""
+def canonical_name(env_id: str) -> str:
+    """One spelling for all: `Ant-v5` for `ant` and `Ant`, if that is the newest version, and for `ant-v5`."""
     specs = sorted(gymnasium.registry.values(), key=lambda spec: spec.version or 0)
     known = {name.lower(): spec.id for spec in specs for name in (spec.name, spec.id) if not spec.namespace}
     if env_id.lower() not in known:
@@ -120,30 +124,20 @@ def env_name(env_id: str) -> str:
     return known[env_id.lower()]
 
 
-def make_env(env_id: str, **options) -> gymnasium.Env:
+def make_env(env_id: str) -> gymnasium.Env:
     """The task with its own time limit, 1,000 steps in those of the paper [H], and actions scaled to [-1, 1]."""
-    name = env_name(env_id)
+    name = canonical_name(env_id)
     mujoco.set_mju_user_warning(lambda message: None)  # of model files, which are Gymnasium's and not the user's
     try:
-        env = gymnasium.make(name, disable_env_checker=True, **options)
+        env = gymnasium.make(name, disable_env_checker=True)
     except (gymnasium.error.Error, ImportError) as error:
         fail(f"{name} cannot be made: {error}")
-    finally:
-        mujoco.set_mju_user_warning(None)
-    box, observations, actions = gymnasium.spaces.Box, env.observation_space, env.action_space
-    if not isinstance(observations, box) or len(observations.shape) != 1:
-        fail(f"{name} has observations {observations}: they must be a vector of numbers, as in HalfCheetah")
-    if not isinstance(actions, box) or len(actions.shape) != 1 or not actions.is_bounded():
-        fail(f"{name} has actions {actions}: they must be a vector of bounded numbers, as in HalfCheetah")
+    mujoco.set_mju_user_warning(None)
+    spaces = env.observation_space, env.action_space
+    vectors = all(isinstance(space, gymnasium.spaces.Box) and len(space.shape) == 1 for space in spaces)
+    if not vectors or not env.action_space.is_bounded():
+        fail(f"{name} has {spaces}: observations and bounded actions must be vectors of numbers, as in HalfCheetah")
     return gymnasium.wrappers.RescaleAction(env, np.float32(-1), np.float32(1))  # plain floats draw a warning
-
-
-def replay_episode(env, episode: list) -> np.ndarray:
-    """Play it once more: an episode is its seed and its actions. They lead to the same observation each time."""
-    observations, _ = env.reset(seed=episode[0])
-    for actions in episode[1:]:
-        observations = env.step(actions)[0]
-    return observations
 
 
 # ---- Replay memory ---------------------------------------------------------------------------------------------------
@@ -160,17 +154,16 @@ class TransitionMemory:
 
     def __init__(self, size: int, n_observations: int, n_actions: int):
         shapes = (n_observations,), (n_actions,), (), (n_observations,), ()
-        self.rows = Transitions(*(np.zeros((size, *shape), np.float32) for shape in shapes))
-        self.size, self.n_added, self.nbytes = size, 0, sum(column.nbytes for column in self.rows)
+        columns = [(name, np.float32, shape) for name, shape in zip(Transitions._fields, shapes)]
+        self.rows, self.n_added = np.zeros(size, columns), 0
 
     def add(self, *transition) -> None:
-        for column, value in zip(self.rows, transition):
-            column[self.n_added % self.size] = value
+        self.rows[self.n_added % len(self.rows)] = transition
         self.n_added += 1
 
     def sample(self, rng: np.random.Generator, shape: tuple[int, ...]) -> Transitions:
-        rows = rng.integers(min(self.n_added, self.size), size=shape)
-        return Transitions(*(column[rows] for column in self.rows))
+        rows = self.rows[rng.integers(min(self.n_added, len(self.rows)), size=shape)]
+        return Transitions(*(rows[name] for name in Transitions._fields))
 
 
 # ---- Network: actor and critic ---------------------------------------------------------------------------------------
@@ -184,7 +177,7 @@ class Actor(nn.Module):
         for features in self.features:
             x = nn.relu(nn.Dense(features)(x))
         mean, log_std = nn.Dense(self.n_actions)(x), nn.Dense(self.n_actions)(x)  # (..., n_actions)
-        return mean, jnp.clip(log_std, LOG_STD_MIN, LOG_STD_MAX)
+        return mean, jnp.clip(log_std, -20, 2)
 
 
 class Critic(nn.Module):
@@ -207,14 +200,17 @@ def squashed_gaussian(mean: jax.Array, log_std: jax.Array, noise: jax.Array) -> 
 
 
 # ---- Pruning ---------------------------------------------------------------------------------------------------------
-def tensor_densities(shapes: list[tuple], sparsity: float, distribution: str) -> np.ndarray:
+def tensor_densities(tensors: list[np.ndarray], sparsity: float, distribution: str) -> np.ndarray:
     """Share of its weights that each tensor keeps."""
     if distribution == "uniform":
-        return np.full(len(shapes), 1.0 - sparsity)
+        return np.full(len(tensors), 1.0 - sparsity)
+    sizes = np.array([x.size for x in tensors])
+    if distribution == "global":  # its share of the largest weights of the whole network
+        mask = magnitude_mask(np.concatenate([x.ravel() for x in tensors]), 1.0 - sparsity)
+        return np.array([part.mean() for part in np.split(mask, sizes.cumsum()[:-1])])
     # Erdos-Renyi-Kernel: density in proportion to sum(shape) / prod(shape), at most 1, and `sparsity` in total.
-    sizes, sums = np.array([math.prod(shape) for shape in shapes]), np.array([sum(shape) for shape in shapes])
-    dense = np.zeros(len(shapes), bool)
-    for _ in shapes:
+    sums, dense = np.array([sum(x.shape) for x in tensors]), np.zeros(len(tensors), bool)
+    for _ in tensors:
         scale = ((1.0 - sparsity) * sizes.sum() - sizes[dense].sum()) / max(sums[~dense].sum(), 1)
         dense |= scale * sums > sizes
     return np.where(dense, 1.0, scale * sums / sizes)
@@ -232,10 +228,11 @@ def magnitude_mask(weights: np.ndarray, density: float) -> np.ndarray:
 
 def magnitude_masks(params, sparsity: float, distribution: str):
     """Masks of one network: True is kept. Only tensors with more than one axis are pruned, biases never."""
-    leaves, structure = jax.tree.flatten(params)
-    shapes = [leaf.shape for leaf in leaves if leaf.ndim > 1]
-    densities = iter(tensor_densities(shapes, sparsity, distribution))
-    masks = [magnitude_mask(np.asarray(x), next(densities)) if x.ndim > 1 else np.ones(x.shape, bool) for x in leaves]
+    leaves, structure = jax.tree.flatten(jax.device_get(params))
+    masks, prunable = [np.ones(x.shape, bool) for x in leaves], [i for i, x in enumerate(leaves) if x.ndim > 1]
+    densities = tensor_densities([leaves[i] for i in prunable], sparsity, distribution)
+    for i, density in zip(prunable, densities):
+        masks[i] = magnitude_mask(leaves[i], density)
     return jax.tree.unflatten(structure, masks)
 
 
@@ -263,7 +260,7 @@ class AgentState(NamedTuple):
     target_params: dict  # (2, ...), not masked: they follow params [theta-bar]
     opt_state: optax.OptState  # (2, ...)
     masks: dict  # (2, ...) bool, False where a weight is pruned
-    sparsity: float  # of params [s_t]
+    sparsity: jax.Array  # (), of params [s_t]
 
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
@@ -273,7 +270,7 @@ def make_optimizer(args: Args) -> optax.GradientTransformation:
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def init_agent(args: Args, actor: Actor, critic: Critic, key: jax.Array, observation: np.ndarray) -> AgentState:
     actor_key, critic_key = jax.random.split(key)
-    actor_params, log_temperature = actor.init(actor_key, observation), jnp.asarray(0.0)
+    actor_params, log_temperature = actor.init(actor_key, observation), jnp.zeros(())
     init_critic = functools.partial(critic.init, observations=observation, actions=np.zeros(actor.n_actions))
     params = jax.vmap(init_critic)(jax.random.split(critic_key, 2))
     return AgentState(
@@ -285,7 +282,7 @@ def init_agent(args: Args, actor: Actor, critic: Critic, key: jax.Array, observa
         target_params=jax.tree.map(jnp.copy, params),
         opt_state=jax.vmap(make_optimizer(args).init)(params),
         masks=jax.tree.map(lambda x: jnp.ones(x.shape, bool), params),
-        sparsity=0.0,
+        sparsity=jnp.zeros(()),
     )
 
 
@@ -326,13 +323,13 @@ def learn_actor(args: Args, actor: Actor, critic: Critic, state: AgentState, cri
         return -jnp.mean(values), -jnp.mean(log_probs)
 
     (loss, entropy), actor_grads = jax.value_and_grad(actor_loss, has_aux=True)(state.actor_params)
-    grads = actor_grads, entropy + actor.n_actions  # the latter of log_temperature * (entropy - target entropy)
+    temperature = jnp.exp(state.log_temperature)  # its loss, temperature * (entropy - target entropy), is that of SBX
+    grads = actor_grads, temperature * (entropy + actor.n_actions)  # until 11/2024: today's has log_temperature there
     updates, actor_opt_state = make_optimizer(args).update(grads, state.actor_opt_state)
     actor_params, log_temperature = optax.apply_updates((state.actor_params, state.log_temperature), updates)
     actor_params = jax.tree.map(jnp.multiply, actor_params, state.actor_masks)
-    metrics = {"losses/actor_loss": loss, "losses/entropy": entropy, "losses/alpha": jnp.exp(state.log_temperature)}
     state = state._replace(actor_params=actor_params, log_temperature=log_temperature, actor_opt_state=actor_opt_state)
-    return state, metrics
+    return state, {"losses/actor_loss": loss, "losses/entropy": entropy, "losses/alpha": temperature}
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 6), donate_argnums=3)
@@ -354,14 +351,15 @@ def prune_critics(args: Args, state: AgentState, step: int) -> AgentState:
     params = [jax.tree.map(lambda x, i=i: x[i], jax.device_get(state.params)) for i in range(2)]
     masks = [magnitude_masks(x, sparsity, args.sparsity_distribution) for x in params]
     masks = jax.tree.map(lambda *x: np.stack(x), *masks)
-    return state._replace(params=jax.tree.map(jnp.multiply, state.params, masks), masks=masks, sparsity=sparsity)
+    params = jax.tree.map(jnp.multiply, state.params, masks)
+    return state._replace(params=params, masks=masks, sparsity=np.float32(sparsity))
 
 
 def prune_actor(args: Args, state: AgentState, step: int) -> AgentState:
     """The mask for the sparsity of Eq. (2). The optimizer goes on as it is."""
     schedule = args.actor_final_sparsity, args.pruning_start, args.pruning_end, args.pruning_power
     sparsity = polynomial_sparsity(step, args.total_timesteps, *schedule)
-    masks = magnitude_masks(jax.device_get(state.actor_params), sparsity, args.sparsity_distribution)
+    masks = magnitude_masks(state.actor_params, sparsity, args.sparsity_distribution)
     return state._replace(actor_params=jax.tree.map(jnp.multiply, state.actor_params, masks), actor_masks=masks)
 
 
@@ -385,236 +383,28 @@ def evaluate_actor(envs: list[gymnasium.Env], actor: Actor, params) -> np.ndarra
     return returns
 
 
-# ---- Saving: policy, checkpoint, run folder, TensorBoard, screen -----------------------------------------------------
-POLICY, CHECKPOINT = f"policy for *_{Path(__file__).stem.split('_')[-1]}.py", f"checkpoint of {Path(__file__).name}"
-
-
-def write_file(path: Path, kind: str, write) -> None:
-    """There as a whole or not at all, with a digest at its end: of the content, and of what kind of file it is."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    with open(temporary, "w+b") as file:
-        write(file)
-        file.seek(0)
-        file.write(hashlib.file_digest(file, lambda: hashlib.blake2b(kind.encode())).digest())
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
-def read_file(path: Path, kind: str) -> memoryview:
-    data, digest = memoryview(path.read_bytes()), hashlib.blake2b(kind.encode())
-    digest.update(data[:-64])
-    if digest.digest() != data[-64:]:
-        fail(f"{path} is not a {kind}, or it is damaged")
-    return data[:-64]
-
-
-def save_policy(path: Path, args: Args, step: int, networks: dict) -> None:
-    """Of each tensor the weights that are not zero, and a bit for every weight that says whether it is one of them."""
-    networks = jax.device_get(networks)
-    tensors = flax.traverse_util.flatten_dict(networks, sep="/")
-    if not all(np.isfinite(x).all() for x in tensors.values()):
-        fail(f"the networks have diverged by step {step}; try a lower --learning-rate")
-    about = {"script": Path(__file__).stem, "env_id": env_name(args.env_id), "step": step}
-    about |= {name: value for name, value in dataclasses.asdict(args).items() if name.endswith("features")}
-    about["sparsity"] = {name: sparsity_of(jax.tree.map(lambda x: x != 0, x)) for name, x in networks.items()}
-    about["shapes"] = {name: x.shape for name, x in tensors.items()}
-    arrays = {f"{name}/mask": np.packbits(x != 0) for name, x in tensors.items()}
-    arrays |= {f"{name}/weights": x[x != 0] for name, x in tensors.items()}
-    write_file(path, POLICY, lambda file: np.savez_compressed(file, about=json.dumps(about), **arrays))
-
-
-def load_policy(path: Path) -> tuple[dict, dict]:
-    """What the file says about the policy, and its networks."""
-    arrays = np.load(io.BytesIO(read_file(path, POLICY)))
-    about = json.loads(str(arrays["about"]))
-    tensors = {name: np.zeros(shape, np.float32) for name, shape in about["shapes"].items()}
-    for name, x in tensors.items():
-        x[np.unpackbits(arrays[f"{name}/mask"], count=x.size).reshape(x.shape) == 1] = arrays[f"{name}/weights"]
-    return about, flax.traverse_util.unflatten_dict(tensors, sep="/")
-
-
-def lock_folder(folder: Path):
-    """A file that is locked until it is closed: one process for a run."""
-    lock = open(folder / "args.json", "r+")  # noqa: SIM115 ("r+", as NFS locks no other)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        fail(f"another process is at work on {folder}")
-    return lock
-
-
-def load_run(args: Args) -> tuple[Args, dict]:
-    """With --resume, the flags of that run and its checkpoint."""
-    if not args.resume:
-        return args, {}
-    if args != Args(resume=args.resume):
-        fail("--resume goes on with the run's own flags: leave out all others")
-    lock = lock_folder(args.resume)
-    saved = pickle.loads(read_file(args.resume / "checkpoint", CHECKPOINT)) | {"lock": lock}
-    if saved["step"] == saved["args"]["total_timesteps"]:
-        (args.resume / "replay").unlink(missing_ok=True)
-        print(f"{args.resume} is finished: all its {saved['step']:,} steps are done")
-        sys.exit()
-    for path, size in ((args.resume / name, size) for name, size in saved["files"].items()):
-        if not path.exists() or path.stat().st_size < size:
-            fail(f"{path} is missing, or smaller than when the checkpoint was written")
-    return Args(**saved["args"] | {"resume": args.resume}), saved
-
-
-class Run:
-    """A run as a person sees it: its folder, its TensorBoard curves and its progress on the screen."""
-
-    def __init__(self, args: Args, header: str, saved: dict):
-        self.args, self.stop_signal, self.stops = args, None, False
-        run_name = f"{env_name(args.env_id)}__{Path(__file__).stem}__{args.seed}__{time.time():.3f}"
-        self.folder = args.resume or args.runs_dir / run_name
-        if not saved:
-            self.folder.mkdir(parents=True)
-            (self.folder / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=2, default=str))
-        for path in self.folder.glob("events*"):  # what was logged after the checkpoint comes again
-            os.truncate(path, saved["files"].get(path.name, 0))
-        self.lock = saved.get("lock") or lock_folder(self.folder)
-        self.old_handlers = {x: signal.signal(x, self.interrupt) for x in (signal.SIGINT, signal.SIGTERM)}
-        self.writer, self.step, self.latest = Writer(str(self.folder)), saved.get("step", 0), saved.get("latest", {})
-        self.returns = saved.get("returns", [])  # of all episodes
-        self.rewards = saved.get("rewards", [])  # of the current episode
-        self.shown, self.opened = time.monotonic(), (self.step, time.monotonic())
-        self.clock = None  # the step and the time from which SPS counts
-        print(f"{header}\nRun folder {self.folder}" + f", resumed after {self.step:,} steps" * bool(saved), flush=True)
-        self.progress = Progress(BarColumn(bar_width=20), "{task.description}", disable=not sys.stdout.isatty())
-        self.task = self.progress.add_task("", total=args.total_timesteps)
-        self.progress.start()
-
-    def interrupt(self, signum: int, _) -> None:
-        self.stop_signal = signum  # the run ends after its current step
-        signal.signal(signal.SIGINT, self.old_handlers[signal.SIGINT])  # now Ctrl-C ends it at once
-
-    def close(self) -> None:
-        self.progress.stop()
-        self.writer.close()
-        self.lock.close()
-        for signum, handler in self.old_handlers.items():
-            signal.signal(signum, handler)
-        if self.step == 0:  # the run could not start
-            shutil.rmtree(self.folder)
-
-    def steps(self, stride: int = 1):
-        while self.step < self.args.total_timesteps and not self.stops:
-            self.step += stride
-            yield self.step
-            if time.monotonic() - self.shown > (30 if self.progress.disable else 0.5):  # seconds
-                self.show()
-        self.show()
-
-    def saves(self) -> bool:
-        """Whether to save after this step: every so often, after the last one, and when a signal has come."""
-        last, due = self.step == self.args.total_timesteps, self.step % (self.args.checkpoint_period or math.inf) == 0
-        self.stops = self.stop_signal is not None and not last  # a signal that comes later than this waits for a step
-        return due or last or self.stops
-
-    def save(self, networks: dict, rng: np.random.Generator, state, **parts) -> None:
-        """The policy, and the checkpoint: all that it takes to go on as if the run had never stopped."""
-        save_policy(self.folder / "policy.npz", self.args, self.step, networks)
-        if self.args.checkpoint_period == 0:
-            return
-        self.writer.flush()
-        files = [*self.folder.glob("events*"), *self.folder.glob("replay")]
-        for path in files:
-            with open(path, "rb+") as file:
-                os.fsync(file.fileno())  # they too have to outlive the machine
-        parts |= {"args": dataclasses.asdict(self.args), "files": {path.name: path.stat().st_size for path in files}}
-        parts |= {"rng": rng.bit_generator.state, "state": jax.device_get(jax.tree.leaves(state))}
-        parts |= {name: getattr(self, name) for name in ("step", "latest", "returns", "rewards")}
-        write_file(self.folder / "checkpoint", CHECKPOINT, lambda file: pickle.dump(parts, file, protocol=5))
-        if self.step == self.args.total_timesteps:
-            (self.folder / "replay").unlink(missing_ok=True)
-
-    def log(self, scalars: dict) -> None:
-        """A number gives one curve, a vector gives `tag_0`, `tag_1`, ..."""
-        for tag, value in scalars.items():
-            self.latest[tag] = np.array(value)  # a copy: the next update reuses the memory of the state
-            for k, x in enumerate(np.ravel(value)):
-                self.writer.add_scalar(f"{tag}_{k}" if np.ndim(value) else tag, x, self.step)
-
-    def sps(self) -> float:
-        first_step, start = self.clock if self.clock and self.clock[0] < self.step else self.opened
-        return (self.step - first_step) / max(time.monotonic() - start, 1e-9)
-
-    def show(self) -> None:
-        self.shown, seconds_left = time.monotonic(), (self.args.total_timesteps - self.step) / max(self.sps(), 1e-3)
-        time_left = datetime.timedelta(seconds=int(seconds_left))
-        status = f"{self.step:,}/{self.args.total_timesteps:,} steps, {self.sps():,.1f} SPS, {time_left} left\n"
-        status += f"return {np.mean(self.returns[-100:]):.1f}" if self.returns else "return -"
-        for name, tag in (("sparsity", "sparsity/target"), ("epsilon", "charts/epsilon")):
-            status += f", {name} {self.latest[tag]:.3f}" if tag in self.latest else ""
-        self.progress.update(self.task, completed=self.step, description=status)
-        if self.progress.disable:
-            print(status.replace("\n", ", "), flush=True)
-
-    def summarize(self, params) -> None:
-        weights = np.concatenate([np.ravel(x) for x in jax.tree.leaves(params)])
-        print(f"{'Interrupted' if self.stops else 'Finished'} after {self.step:,} steps")
-        print(f"Target with {np.count_nonzero(weights):,} non-zero weights of {weights.size:,}")
-        if self.stops and self.args.checkpoint_period:
-            print(f"python {sys.argv[0]} --resume {self.folder}")
-        print(f"python {sys.argv[0]} --evaluate {self.folder}/policy.npz")
-        print(f"tensorboard --logdir {self.folder.parent}")
-
-
-def play_policy(args: Args) -> None:
-    check_args(args)
-    about, networks = load_policy(args.evaluate)
-    envs = [make_env(about["env_id"]) for _ in range(args.eval_episodes)]
-    if args.capture_video:
-        if sys.platform == "linux" and "DISPLAY" not in os.environ:  # a server: draw without a screen
-            os.environ.setdefault("MUJOCO_GL", "egl")
-        try:
-            envs[0] = make_env(about["env_id"], render_mode="rgb_array_list")
-            envs[0].reset()
-        except Exception as error:  # each driver has its own
-            fail(f"MuJoCo cannot render on this machine ({error}): leave out --capture-video")
-    actor = Actor(tuple(about["actor_features"]), *envs[0].action_space.shape)
-    returns = evaluate_actor(envs, actor, networks["actor"])
-    sparsities = ", ".join(f"{name} {sparsity:.3f}" for name, sparsity in about["sparsity"].items())
-    print(f"{about['env_id']}, {about['script']}.py after {about['step']:,} steps, sparsity of {sparsities}")
-    print(f"Return {returns.mean():.1f} +- {returns.std():.1f}, mean and standard deviation of {len(returns)} episodes")
-    print("Each:", *np.round(returns, 1))
-    if args.capture_video:
-        frames = [frame[::2, ::2] for frame in envs[0].render()[::2]]  # half the steps, half the pixels: a small file
-        imageio.imwrite(args.capture_video, frames, duration=2_000 / envs[0].metadata["render_fps"], loop=0)
-
-
 # ---- Training --------------------------------------------------------------------------------------------------------
 def train(args: Args) -> Path:
-    args, saved = load_run(args)
+    args = load_args(args) if args.resume else args
     check_args(args)
+    args = dataclasses.replace(args, env_id=canonical_name(args.env_id))
     rng = np.random.default_rng(args.seed)
     env, *eval_envs = [make_env(args.env_id) for _ in range(1 + args.eval_episodes)]
     (n_observations,), (n_actions,) = env.observation_space.shape, env.action_space.shape
     actor, critic = Actor(args.actor_features, n_actions), Critic(args.critic_features)
-    episode, metrics = [int(rng.integers(2**31))], {}  # the seed and the actions of the current episode
     state = init_agent(args, actor, critic, jax.random.key(args.seed), np.zeros(n_observations))  # Alg. 2, l. 1
     memory = TransitionMemory(args.buffer_size, n_observations, n_actions)
-    n_weights = sum(x[0].size for x in jax.tree.leaves(state.params))
-    header = (
-        f"PolyPruneSAC on {env_name(args.env_id)}, seed {args.seed}, on the {jax.default_backend().upper()}\n"
-        f"2 critics of {n_weights:,} parameters, features {args.critic_features}\n"
-        f"Replay memory of {args.buffer_size:,} transitions, {memory.nbytes / 1e9:.2f} GB when full"
-    )
-    with contextlib.closing(Run(args, header, saved)) as run:
-        if saved:
-            state = jax.tree.unflatten(jax.tree.structure(state), jax.device_put(saved.pop("state")))
-            rng.bit_generator.state, episode, metrics = saved["rng"], saved["episode"], saved["metrics"]
-            memory.n_added = saved["n_added"]
-            for column, values in zip(memory.rows, saved.pop("rows")):
-                column[: len(values)] = values
-        else:
-            run.log({"sparsity/target": 0.0})
-        observation = replay_episode(env, episode)
+    with contextlib.closing(Run(args)) as run:
+        seed, played, score, metrics = int(rng.integers(2**31)), [], 0.0, {}  # of the episode: seed, actions, return
+        if args.resume:
+            (state, rows, played), (seed, score, metrics, memory.n_added) = run.restore(rng, (state, 0, 0))
+            state, memory.rows[: len(rows)], played = jax.device_put(state), rows, list(played)
+        observation, _ = env.reset(seed=seed)
+        for action in played:  # the same seed and actions lead to the same observation each time
+            observation = env.step(action)[0]
         for step in run.steps():  # l. 2
             if step <= args.learning_starts:
-                action = rng.uniform(-1, 1, n_actions)
+                action = rng.uniform(-1, 1, n_actions).astype(np.float32)  # as the memory stores it
             else:
                 action = policy_actions(actor, state.actor_params, observation, rng.standard_normal(n_actions))  # l. 3
                 # DIFFERS: an update samples before the newest transition is added, as the environment runs meanwhile.
@@ -623,18 +413,18 @@ def train(args: Args) -> Path:
                 with_actor = step % args.policy_delay == 0
                 state, new_metrics = learn(args, actor, critic, state, batches, noise, with_actor)  # l. 4-12
                 metrics |= new_metrics
-                run.clock = run.clock or (step, time.monotonic())  # SPS counts from the first update, which compiles
-            episode.append(np.asarray(action))  # waits for the action, not for the update after it
-            if not np.isfinite(episode[-1]).all():
+                run.clock = run.clock or (step, time.perf_counter())  # the first update compiles: speed counts from now
+            action = np.asarray(action)  # waits for the action, not for the update after it
+            if not np.isfinite(action).all():
                 fail(f"the actor has diverged at step {step - 1}; try a lower --learning-rate")
-            next_observation, reward, terminal, truncation, _ = env.step(episode[-1])
-            memory.add(observation, episode[-1], reward, next_observation, terminal)
-            run.rewards.append(reward)
+            next_observation, reward, terminal, truncation, _ = env.step(action)
+            memory.add(observation, action, reward, next_observation, terminal)
+            played.append(action)
+            score += reward
             if terminal or truncation:
-                run.returns.append(sum(run.rewards))
-                run.log({"charts/episodic_return": run.returns[-1], "charts/episodic_length": len(run.rewards)})
-                run.rewards, episode = [], [int(rng.integers(2**31))]
-                next_observation = replay_episode(env, episode)
+                run.log({"charts/episodic_return": score, "charts/episodic_length": len(played)})
+                seed, played, score = int(rng.integers(2**31)), [], 0.0
+                next_observation, _ = env.reset(seed=seed)
             observation = next_observation
 
             if step % args.pruning_period == 0:
@@ -645,26 +435,142 @@ def train(args: Args) -> Path:
                 run.log({"sparsity/actor": sparsity_of(state.actor_masks)})
 
             if step % args.eval_period == 0:
-                returns = evaluate_actor(eval_envs, actor, state.actor_params)
-                run.log({"eval/episodic_return": returns.mean()})
-                run.progress.print(f"Evaluation after {step:,} steps: {returns.mean():.1f}")
+                run.log({"eval/episodic_return": evaluate_actor(eval_envs, actor, state.actor_params).mean()})
+                run.show()
             if step % LOG_PERIOD == 0:
-                run.log({"charts/SPS": run.sps(), **metrics})
-            if run.saves():
-                networks = {f"critic_{i}": jax.tree.map(lambda x, i=i: x[i], state.params) for i in range(2)}
-                parts = {"rows": [x[: memory.n_added] for x in memory.rows], "n_added": memory.n_added}
-                parts |= {"episode": episode, "metrics": jax.device_get(metrics)}
-                run.save({"actor": state.actor_params, **networks}, rng, state, **parts)
-    run.summarize(state.params)
-    if run.stops:
-        sys.exit(128 + run.stop_signal)
+                run.log(metrics)
+            if run.save_is_due():
+                critics = {f"critic_{i}": jax.tree.map(lambda x, i=i: x[i], state.params) for i in range(2)}
+                tree = state, memory.rows[: memory.n_added], np.array(played)
+                run.save({"actor": state.actor_params, **critics}, rng, tree, (seed, score, metrics, memory.n_added))
     return run.folder
+
+
+# ---- Run: folder, curves, screen, checkpoint, policy file ------------------------------------------------------------
+def write_npz(path: Path, about: dict, tree, save=np.savez) -> None:
+    """The tree's arrays by name, and `about` as JSON: there as a whole or not at all, even if the power fails."""
+    leaves, temporary = jax.tree.leaves_with_path(jax.device_get(tree)), Path(f"{path}.tmp")
+    arrays = {jax.tree_util.keystr(name, simple=True, separator="/"): x for name, x in leaves}
+    about = about | {"arrays": list(arrays)}  # a damaged zip file may seem to have fewer
+    with open(temporary, "wb") as file:
+        save(file, about=json.dumps(about, default=lambda x: str(x) if isinstance(x, Path) else float(x)), **arrays)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def read_npz(path: Path) -> tuple[dict, dict]:
+    with open(path, "rb") as file, contextlib.suppress(Exception), np.load(file) as arrays:  # damage has many kinds
+        if arrays.zip.testzip() is None:  # all checksums are right; np.load does not look at all bytes
+            about = json.loads(str(arrays["about"]))
+            return about, {name: arrays[name] for name in about["arrays"]}
+    fail(f"{path} is damaged")
+
+
+class Run:
+    """A run as a person sees it: its folder, its curves, its progress. Ctrl-C and SIGTERM end it after a step."""
+
+    def __init__(self, args: Args):
+        name = f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{time.time():.3f}"
+        self.args, self.folder, self.step = args, args.resume or args.runs_dir / name, 0
+        self.stop_signal, self.stopped, self.latest, self.shown = None, False, {}, time.perf_counter()
+        self.clock, self.sps = None, 0.0  # step and time of the first update, steps in a second since then
+        self.lock = filelock.FileLock(self.folder / "in_use.lock").acquire(blocking=False).lock  # makes the folder, too
+        if not args.resume:
+            (self.folder / "args.json").write_text(json.dumps(vars(args), indent=2, default=str))
+
+    def restore(self, rng: np.random.Generator, tree) -> tuple:
+        """What `save` was given: a tree of the same structure, and the notes. The curves are cut back to that step."""
+        about, arrays = read_npz(self.folder / "checkpoint.npz")
+        newer = {path.name: 0 for path in self.folder.glob("events*")}
+        for name, size in (newer | about["files"]).items():
+            os.truncate(self.folder / name, size)  # an error if it is missing
+        self.step, rng.bit_generator.state = about["step"], about["rng"]
+        return jax.tree.unflatten(jax.tree.structure(tree), arrays.values()), about["notes"]
+
+    def interrupt(self, signum: int, _) -> None:
+        self.stop_signal = signum  # the run ends after its current step
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C ends it at once
+
+    def steps(self, stride: int = 1):
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, self.interrupt)
+        print(f"Run folder {self.folder}, on the {jax.default_backend().upper()}, after {self.step:,} steps")
+        with contextlib.closing(Writer(str(self.folder))) as self.writer:
+            if self.step == 0:
+                self.log({"sparsity/target": 0.0})
+            while self.step < self.args.total_timesteps and not self.stopped:
+                self.step += stride
+                yield self.step
+                if self.clock and self.clock[0] < self.step:
+                    self.sps = (self.step - self.clock[0]) / (time.perf_counter() - self.clock[1])
+                    if self.step % LOG_PERIOD == 0:
+                        self.log({"charts/SPS": self.sps})
+                if time.perf_counter() - self.shown > (0.5 if sys.stdout.isatty() else 30):  # seconds
+                    self.show()
+        self.show()
+        end, n_kept = "Interrupted" if self.stopped else "Finished", np.count_nonzero(self.weights)
+        print(f"\n{end} after {self.step:,} steps, with {n_kept:,} of {self.weights.size:,} weights")
+        if self.stopped and self.args.checkpoint_period:
+            print(f"python {sys.argv[0]} --resume {self.folder}")
+        print(f"python play_policy.py {self.folder}/policy.npz\ntensorboard --logdir {self.folder.parent}")
+        if not self.stopped:
+            for name in ("checkpoint.npz", "replay", "in_use.lock"):
+                (self.folder / name).unlink(missing_ok=True)
+
+    def log(self, scalars: dict) -> None:
+        """A number gives one curve, a vector gives `tag_0`, `tag_1`, ..."""
+        for tag, value in scalars.items():
+            self.latest[tag] = np.mean(value)
+            for k, x in enumerate(np.ravel(value)):
+                self.writer.add_scalar(f"{tag}_{k}" if np.ndim(value) else tag, x, self.step)
+
+    def show(self) -> None:
+        self.shown, total = time.perf_counter(), self.args.total_timesteps
+        status = f"[{'#' * (20 * self.step // total):20}] {self.step:,}/{total:,} steps"
+        if self.sps:
+            status += f", {self.sps:,.1f} SPS, {datetime.timedelta(seconds=(total - self.step) // self.sps)} left"
+        status += "".join(f", {name} {self.latest[tag]:.4g}" for name, tag in SHOWN.items() if tag in self.latest)
+        width = shutil.get_terminal_size().columns - 1
+        print(f"\r{status[:width]:{width}}" if sys.stdout.isatty() else f"{status}\n", end="", flush=True)
+
+    def save_is_due(self) -> bool:
+        total, period = self.args.total_timesteps, self.args.checkpoint_period or math.inf
+        return self.step % period == 0 or self.step == total or self.stop_signal is not None
+
+    def save(self, policy: dict, rng: np.random.Generator, tree, notes) -> None:
+        """The networks that play, and what it takes to go on as if the run had never stopped."""
+        policy = jax.tree.map(lambda x: np.asarray(x) + 0, policy)  # -0 becomes 0: then the file is smaller
+        self.weights = np.concatenate([x.ravel() for x in jax.tree.leaves(policy) if x.ndim > 1])
+        if not all(np.isfinite(x).all() for x in jax.tree.leaves(policy)):
+            fail(f"the networks have diverged by step {self.step}; try a lower --learning-rate")
+        if self.args.checkpoint_period and self.step < self.args.total_timesteps:
+            self.writer.flush()
+            files = {}
+            for path in (*self.folder.glob("events*"), *self.folder.glob("replay")):
+                with open(path, "rb+") as file:
+                    os.fsync(file.fileno())
+                files[path.name] = path.stat().st_size
+            about = {"step": self.step, "rng": rng.bit_generator.state, "files": files, "notes": notes}
+            write_npz(self.folder / "checkpoint.npz", about, tree)
+        about = {"script": Path(__file__).stem, "args": vars(self.args) | {"resume": None}, "step": self.step}
+        write_npz(self.folder / "policy.npz", about, policy, np.savez_compressed)
+        self.stopped = self.stop_signal is not None and self.step < self.args.total_timesteps
+
+    def close(self) -> None:
+        self.lock.release()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if self.step == 0 and not self.args.resume:  # the run could not start
+            shutil.rmtree(self.folder)
+        if self.stopped:
+            sys.exit(128 + self.stop_signal)
 
 
 def main(args: Args) -> None:
     try:
-        play_policy(args) if args.evaluate else train(args)
-    except OSError as error:  # a file that is not there, a disk that is full
+        train(args)
+    except (OSError, json.JSONDecodeError) as error:  # a missing file, a full disk, the lock of another process
         fail(str(error))
 
 

@@ -12,12 +12,14 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import multiprocessing
 import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import jax
@@ -132,9 +134,9 @@ def sac_update(script, args):
     actor, critic = script.Actor(args.actor_features, N_TORQUES), script.Critic(args.critic_features)
     state = [script.init_agent(args, actor, critic, jax.random.key(0), np.zeros(N_OBSERVATIONS))]
     memory = script.TransitionMemory(10_000, N_OBSERVATIONS, N_TORQUES)
-    for column in memory.rows:
-        column[:] = np.random.default_rng(0).random(column.shape)
-    memory.n_added = memory.size
+    for name in memory.rows.dtype.names:
+        memory.rows[name] = np.random.default_rng(0).random(memory.rows[name].shape)
+    memory.n_added = len(memory.rows)
     rng = np.random.default_rng(0)
     batches = memory.sample(rng, (args.utd, args.batch_size))
     draws = [rng.standard_normal((args.utd + 1, args.batch_size, N_TORQUES), np.float32)]
@@ -217,7 +219,7 @@ def update_rows(cases: list[tuple], repetitions: int) -> list[list]:
 
 # ---- One step --------------------------------------------------------------------------------------------------------
 def step_rows(repetitions: int) -> tuple[list[list], dict]:
-    dqn, sac = eaudedqn_atari, eaudesac_mujoco
+    dqn, sac, single = eaudedqn_atari, eaudesac_mujoco, polyprune_dqn_atari.greedy_actions
     args, rng = dqn.Args(), np.random.default_rng(0)
     env, network = dqn.make_env("Pong", 1, 27_000), dqn.QNetwork(args.features, N_ACTIONS)
     env.reset(seed=0)
@@ -229,11 +231,11 @@ def step_rows(repetitions: int) -> tuple[list[list], dict]:
     actor = sac.Actor(sac_args.actor_features, N_TORQUES)
     actor_params = jax.jit(actor.init)(jax.random.key(0), np.zeros(N_OBSERVATIONS))
     transitions = sac.TransitionMemory(1_000_000, N_OBSERVATIONS, N_TORQUES)
-    transitions.rows.observations[:], transitions.n_added = 1, transitions.size
+    transitions.rows["observations"], transitions.n_added = 1, len(transitions.rows)
     functions = {
         "Pong: a step of the emulator": lambda: env.step(np.array([0])),
         "Pong: an action of one of 5 networks": lambda: dqn.behaviour_actions(network, state.params, 3, frames[:, 1:]),
-        "Pong: an action of a single network": lambda: dqn.greedy_actions(network, state.target_params, frames[:, 1:]),
+        "Pong: an action of a single network": lambda: single(network, state.target_params, frames[:, 1:]),
         "Pong: a batch of 32 from the replay memory": lambda: memory.sample(rng, 32),
         "HalfCheetah: a step of the simulator": lambda: cheetah.step(np.zeros(N_TORQUES)),
         "HalfCheetah: an action": lambda: sac.policy_actions(actor, actor_params, np.zeros(N_OBSERVATIONS), 0.0),
@@ -241,6 +243,43 @@ def step_rows(repetitions: int) -> tuple[list[list], dict]:
     }
     times = medians(functions, 20 * repetitions)
     return [[name, x] for name, x in times.items()], times
+
+
+# ---- Playing ---------------------------------------------------------------------------------------------------------
+def playing_rows(repetitions: int) -> list[list]:
+    """An action of a policy at 95 % sparsity, in `play_policy.py` and in JAX with its weights on the device."""
+    import play_policy  # not above: it holds NumPy to one thread
+
+    rows, observations = [], random_frames(1).frames[:, 1:]
+    for hidden, over_dense, over_jax in ((512, 2.5, 2.5), (2048, 3.5, 5.0)):
+        network = eaudedqn_atari.QNetwork((32, 64, 64, hidden), N_ACTIONS)
+        params = jax.device_get(jax.jit(network.init)(jax.random.key(0), observations))
+        params = jax.tree.map(np.multiply, params, eaudedqn_atari.magnitude_masks(params, 0.95, "uniform"))
+        layers = [play_policy.make_layers(params, sparse) for sparse in (True, False)]
+        on_device, apply = jax.device_put(params), jax.jit(network.apply)
+        functions = {
+            "sparse": lambda layers=layers: play_policy.forward(layers[0], observations),
+            "dense": lambda layers=layers: play_policy.forward(layers[1], observations),
+            "jax": lambda apply=apply, params=on_device: np.asarray(apply(params, observations)),
+        }
+        times = medians(functions, 20 * repetitions)
+        ratios = times["dense"] / times["sparse"], times["jax"] / times["sparse"]
+        reached = "yes" if ratios[0] >= over_dense and ratios[1] >= over_jax else "no"
+        rows.append([f"{hidden}", *times.values(), *ratios, f"{over_dense} and {over_jax}: {reached}"])
+    return rows
+
+
+def playing_on_one_core(repetitions: int) -> list[list]:
+    """In a process of its own that has one core from its start, so that all libraries use one thread."""
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()  # Linux
+    if cores:
+        os.sched_setaffinity(0, {max(cores)})
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        future = pool.submit(playing_rows, repetitions)
+        if cores:
+            os.sched_setaffinity(0, cores)
+        return future.result()
 
 
 # ---- Whole runs ------------------------------------------------------------------------------------------------------
@@ -294,6 +333,8 @@ def main(args: Args) -> None:
     print_table("Updates", header, rows)
     step_table, steps = step_rows(args.repetitions)
     print_table("Parts of a step", ["what", "ms"], step_table)
+    header = ["hidden", "sparse, ms", "dense, ms", "JAX, ms", "dense / sparse", "JAX / sparse", "goal"]
+    print_table("Playing, one thread, 95 % sparse", header, playing_on_one_core(args.repetitions))
 
     rows = []
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(ROOT):
@@ -314,8 +355,11 @@ def main(args: Args) -> None:
             (eaudesac_mujoco, sac, 1, learned),
             (polyprune_sac_mujoco, dense_sac, 1, learned),
         ]
-        record = f"{online} 400 --features 2 3 3 4 --record-rows 300 --record-dir {folder}/data"
-        run_script(polyprune_dqn_atari, record, folder)
+        run_script(polyprune_dqn_atari, f"{online} 400 --features 2 3 3 4", f"{folder}/recorded")
+        (policy,) = Path(folder).glob("recorded/*/policy.npz")
+        record = f"--episodes 1 --horizon 400 --record-rows 300 --record-dir {folder}/data"
+        command = [sys.executable, "play_policy.py", policy, *record.split()]
+        subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
         for script, flags, period, action in runs:  # the update is timed once more, just before and just after the run
             update = {"update": (q_update if "atari" in script.__name__ else sac_update)(script, script.Args())}
             before = medians(update, args.repetitions)["update"]

@@ -31,6 +31,12 @@ def assert_trees_equal(left, right):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(left), jax.device_get(right))
 
 
+def final_weights(run):
+    """By name, of the policy that a run has left."""
+    with np.load(run / "policy.npz") as arrays:
+        return {name: x for name, x in arrays.items() if name != "about"}
+
+
 def record_calls(script, monkeypatch, names):
     """Run the real functions, and keep (name, step, state before, state after) of each call."""
     calls, memories = [], []

@@ -2,18 +2,24 @@
 
 import dataclasses
 import functools
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from catch import Catch, CatchEnv
-from common import TINY, assert_trees_equal, random_batch, run_script, scalars
+from common import TINY, assert_trees_equal, final_weights, random_batch, run_script, scalars
 from reference import adam, cql_loss, dqn_targets, finite_difference
+from test_replay_data import PADDING, write_file
 
 import eaudecql_atari
+import eaudedqn_atari
 import polyprune_cql_atari
 import polyprune_dqn_atari
 
+ROOT = Path(__file__).parent.parent
 BOTH = pytest.mark.parametrize("script", [eaudecql_atari, polyprune_cql_atari], ids=["eaudecql", "polyprune_cql"])
 
 
@@ -34,7 +40,7 @@ def tiny_agent(script, **flags):
     network = script.QNetwork(TINY, 3)
     state = script.init_agent(args, network, jax.random.key(0))
     target = jax.tree.map(lambda x: x[0], script.init_agent(args, network, jax.random.key(7)).params)
-    if script is polyprune_cql_atari:
+    if script in (polyprune_cql_atari, polyprune_dqn_atari):
         target = script.init_agent(args, network, jax.random.key(7)).params
     return args, network, state._replace(target_params=target)
 
@@ -67,12 +73,24 @@ def test_update_agrees_with_finite_differences_for_all_networks(script):
 
 @BOTH
 def test_without_alpha_the_loss_is_that_of_dqn(script):
-    _, network, state = tiny_agent(script)
-    batch, targets = random_batch(np.random.default_rng(0)), np.ones(6, np.float32)
-    q_values = network.apply(networks_of(script, state)[0], batch.frames[:, :-1])
-    plain = polyprune_dqn_atari.td_loss(q_values, batch, targets)
-    assert script.cql_loss(q_values, batch, targets, 0.0) == plain
-    assert script.cql_loss(q_values, batch, targets, 0.1)[0] > plain[0]
+    dqn = eaudedqn_atari if script is eaudecql_atari else polyprune_dqn_atari
+    batch = random_batch(np.random.default_rng(0))
+    _, plain = dqn.learn(*tiny_agent(dqn), batch)
+    losses = [script.learn(*tiny_agent(script, cql_alpha=alpha), batch)[1]["losses/cql_loss"] for alpha in (0.0, 0.1)]
+    assert losses[0] == pytest.approx(float(plain["losses/td_loss"]), rel=1e-5)
+    assert losses[1] > losses[0]
+
+
+@BOTH
+def test_pruned_weights_stay_zero_through_updates(script):
+    args, network, state = tiny_agent(script)
+    masks = jax.tree.map(lambda x: np.random.default_rng(1).random(x.shape) < 0.5, state.masks)
+    state = state._replace(params=jax.tree.map(np.multiply, state.params, masks), masks=masks)
+    batches = jax.tree.map(lambda x: x[None], random_batch(np.random.default_rng(0)))
+    for _ in range(3):
+        state, _ = script.learn_many(args, network, state, batches)
+    for x, mask in zip(jax.tree.leaves(state.params), jax.tree.leaves(masks)):
+        assert not np.asarray(x)[~mask].any()
 
 
 @BOTH
@@ -109,14 +127,18 @@ def test_an_evaluation_is_one_episode_of_each_environment(script, monkeypatch):
 
 def record_catch(folder, n_steps, share_of_random_actions):
     """Play with a mediocre policy; its mean return."""
-    recorder, rng, game, returns = polyprune_dqn_atari.Recorder(folder, 600), np.random.default_rng(0), Catch(0), []
+    rng, game, rows, returns = np.random.default_rng(0), Catch(0), [PADDING] * 3, []
     observation = game.new_episode()
     for _ in range(n_steps):
         action = rng.integers(3) if rng.random() < share_of_random_actions else game.best_action()
         next_observation, reward, done = game.step(action)
-        recorder.add(*[np.array([x]) for x in (observation, action, reward, done, False)])
-        observation = next_observation
+        rows.append((observation[-1], action, reward, done))
+        rows += [PADDING] * 3 if done else []
         returns += [reward] if done else []
+        observation = next_observation
+    folder.mkdir()
+    for number, first in enumerate(range(0, len(rows), 600)):
+        write_file(folder, number, rows[first : first + 600])
     return np.mean(returns)
 
 
@@ -128,6 +150,7 @@ def catch(monkeypatch, tmp_path):
     return flags | dict(gamma=0.9, learning_rate=1e-3, eval_episodes=50)
 
 
+@pytest.mark.slow
 @BOTH
 def test_offline_learning_beats_the_policy_that_made_the_data(script, catch):
     recorded = record_catch(catch["dataset_dir"], 3_600, 0.7)
@@ -147,24 +170,47 @@ def test_offline_learning_beats_the_policy_that_made_the_data(script, catch):
 
 
 @BOTH
-def test_seeds_decide_everything(script, catch, monkeypatch):
+def test_the_loss_is_cumulated_from_one_target_update_to_the_next(script, catch, monkeypatch):
     record_catch(catch["dataset_dir"], 1_300, 0.7)
-    weights = []
-    monkeypatch.setattr(script.Run, "summarize", lambda run, params: weights.append(jax.device_get(params)))
+    losses, learn_many = [], script.learn_many
+
+    def call(*inputs):
+        state, metrics = learn_many(*inputs)
+        losses.append(float(metrics["losses/cql_loss"]))  # the mean of the networks
+        return state, metrics
+
+    monkeypatch.setattr(script, "learn_many", call)
+    catch |= dict(features=TINY, eval_episodes=3, total_timesteps=150, epoch_steps=50)
+    curves = scalars(script.train(script.Args(**catch)))
+    tags = [tag for tag in curves if tag.startswith("losses/cumulated")]
+    assert len(tags) == (5 if script is eaudecql_atari else 1)
+    assert [step for step, _ in curves[tags[0]]] == [50, 100, 150]
+    means = np.mean([[value for _, value in curves[tag]] for tag in tags], axis=0)
+    np.testing.assert_allclose(means, np.reshape(losses, (3, 50)).sum(axis=1), rtol=1e-4)
+
+
+@BOTH
+def test_seeds_decide_everything(script, catch):
+    record_catch(catch["dataset_dir"], 1_300, 0.7)
     catch |= dict(features=TINY, eval_episodes=3, files_in_memory=1, total_timesteps=150, epoch_steps=50)
-    for seed in (3, 3, 4):
-        script.train(script.Args(**catch, seed=seed))
+    weights = [final_weights(script.train(script.Args(**catch, seed=seed))) for seed in (3, 3, 4)]
     assert_trees_equal(weights[0], weights[1])
     assert any((x != y).any() for x, y in zip(jax.tree.leaves(weights[0]), jax.tree.leaves(weights[2])))
 
 
-def test_from_nothing_to_an_offline_agent_in_three_commands(tmp_path):
-    small = " --env-id Pong --features 4 4 4 8"
-    flags = f"--final-sparsity 0 --total-timesteps 400 --learning-starts 300 --record-dir {tmp_path / 'data'}"
-    result = run_script(polyprune_dqn_atari, flags + " --buffer-size 400 --record-rows 150" + small, tmp_path / "a")
+def test_from_nothing_to_an_offline_agent_in_four_commands(tmp_path):
+    small, data = " --env-id Pong --features 4 4 4 8", tmp_path / "data"
+    flags = "--final-sparsity 0 --total-timesteps 400 --learning-starts 300 --buffer-size 400"
+    result = run_script(polyprune_dqn_atari, flags + small, tmp_path / "a")
     assert (result.returncode, result.stderr) == (0, "")
-    assert len(list((tmp_path / "data").iterdir())) == 4 * 3
-    flags = f"--dataset-dir {tmp_path / 'data'} --total-timesteps 40 --epoch-steps 20 --target-period 10 --horizon 60"
+    (policy,) = tmp_path.glob("a/*/policy.npz")
+    play = f"{policy} --episodes 1 --horizon 200 --record-dir {data} --record-rows 150"
+    for flags, n_files in ((play, 2), (f"{play} --epsilon 1", 4)):
+        command = [sys.executable, str(ROOT / "play_policy.py"), *flags.split()]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (result.returncode, result.stderr) == (0, "")
+        assert len(list(data.iterdir())) == 4 * n_files
+    flags = f"--dataset-dir {data} --total-timesteps 40 --epoch-steps 20 --target-period 10 --horizon 60"
     for script, folder in ((eaudecql_atari, "b"), (polyprune_cql_atari, "c")):
         result = run_script(script, flags + " --eval-episodes 2" + small, tmp_path / folder)
         assert (result.returncode, result.stderr) == (0, "")

@@ -41,7 +41,7 @@ def random_params(seed=0):
         ([[0, 7], [0, 0]], 0.5, [[1, 1], [0, 0]]),
     ],
 )
-@pytest.mark.parametrize("distribution", ["uniform", "erk"])
+@pytest.mark.parametrize("distribution", ["uniform", "erk", "global"])  # alike if there is only one tensor
 def test_masks_keep_the_largest_magnitudes(weights, sparsity, kept, distribution):
     masks = magnitude_masks({"kernel": np.array(weights, np.float32)}, sparsity, distribution)
     assert masks["kernel"].dtype == bool
@@ -68,9 +68,38 @@ def test_erk_by_hand():
     assert (masks["small"].sum(), masks["large"].sum()) == (4, 48)
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "sparsity", "kept", "also_kept"),
+    [
+        ([[3, -1], [2, -4]], [[5, 0.5]], 0.5, [[1, 0], [0, 1]], [[1, 0]]),  # 3, 4 and 5
+        ([[9, -8], [7, 6]], [[5, 5]], 1 / 3, [[1, 1], [1, 1]], [[1, 0]]),  # 4 weights, all of them of the first
+        ([[9, -8], [7, 6]], [[1, 2]], 5 / 6, [[1, 0], [0, 0]], [[0, 1]]),  # at least one weight of each tensor stays
+        ([[1, 2], [2, 0]], [[2, 2]], 0.5, [[0, 1], [1, 0]], [[1, 0]]),  # of equal magnitudes the first of all stay
+        ([[0.1, 0.2], [0.3, 0.4]], [[5, 6]], 0.0, [[1, 1], [1, 1]], [[1, 1]]),
+    ],
+)
+def test_global_is_one_threshold_for_the_whole_network(first, second, sparsity, kept, also_kept):
+    params = {"a": np.array(first, np.float32), "bias": np.zeros(3), "c": np.array(second, np.float32)}
+    masks = magnitude_masks(params, sparsity, "global")
+    np.testing.assert_array_equal(masks["a"], np.array(kept, bool))
+    np.testing.assert_array_equal(masks["c"], np.array(also_kept, bool))
+    assert masks["bias"].all()
+
+
+def test_global_keeps_what_sorting_all_weights_keeps():
+    params = random_params()
+    params["dense"]["kernel"] *= 2
+    masks = magnitude_masks(params, 0.9, "global")
+    magnitudes = np.concatenate([np.abs(params[layer]["kernel"]).ravel() for layer in ("conv", "dense")])
+    kept = np.concatenate([masks[layer]["kernel"].ravel() for layer in ("conv", "dense")])
+    assert kept.sum() == 57  # of 568
+    assert magnitudes[kept].min() > magnitudes[~kept].max()
+    assert masks["dense"]["kernel"].sum() > masks["conv"]["kernel"].sum() > 0
+
+
 @pytest.mark.parametrize("sparsity", [0.0, 0.1, 0.5, 0.9, 0.95, 0.99, 0.999])
 def test_erk_densities_are_proportional_capped_and_add_up(sparsity):
-    densities = tensor_densities(ATARI_SHAPES, sparsity, "erk")
+    densities = tensor_densities([np.empty(shape) for shape in ATARI_SHAPES], sparsity, "erk")
     sizes = np.array([math.prod(shape) for shape in ATARI_SHAPES])
     scores = np.array([sum(shape) / math.prod(shape) for shape in ATARI_SHAPES])
     assert densities @ sizes / sizes.sum() == pytest.approx(1 - sparsity)
@@ -82,7 +111,7 @@ def test_erk_densities_are_proportional_capped_and_add_up(sparsity):
         assert (scores[~free] * ratios[0] >= 1).all()
 
 
-@pytest.mark.parametrize("distribution", ["uniform", "erk"])
+@pytest.mark.parametrize("distribution", ["uniform", "erk", "global"])
 def test_masks_nest_as_sparsity_grows(distribution):
     params = random_params()
     params["dense"]["kernel"] = params["dense"]["kernel"].round(1)  # many ties

@@ -70,7 +70,7 @@ def test_sampling_is_uniform():
     memory = ReplayMemory(5)
     for transition in play(30, seed=1):
         memory.add(*[np.array([x]) for x in transition])
-    valid = ~memory.truncations[(memory.n_added - 1 - np.arange(5)) % len(memory.frames)]
+    valid = ~memory.rows["truncations"][(memory.n_added - 1 - np.arange(5)) % len(memory.rows)]
     actions = memory.sample(np.random.default_rng(0), 20_000).actions
     np.testing.assert_allclose(np.unique(actions, return_counts=True)[1], 20_000 / valid.sum(), rtol=0.05)
 
@@ -81,12 +81,12 @@ def test_spare_rows_keep_what_a_checkpoint_refers_to(n_before, tmp_path):
     memory, transitions = ReplayMemory(size, n_spare, tmp_path / "replay"), list(play(n_before + n_spare, seed=2))
     for transition in transitions[:n_before]:
         memory.add(*[np.array([x]) for x in transition])
-    saved = {name: np.copy(value) for name, value in vars(memory).items() if name != "frames"}
+    rows, n_added = memory.rows.copy(), memory.n_added
     expected = memory.sample(np.random.default_rng(0), 200)
     for transition in transitions[n_before:]:  # as many as come before the next checkpoint
         memory.add(*[np.array([x]) for x in transition])
     again = ReplayMemory(size, n_spare, tmp_path / "replay")  # as after a crash
-    vars(again).update(saved)
+    again.rows[:], again.n_added = rows, n_added
     for left, right in zip(again.sample(np.random.default_rng(0), 200), expected):
         np.testing.assert_array_equal(left, right)
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import jax
 import numpy as np
 import probe
 import pytest
-from common import assert_trees_equal, record_calls, run_script, scalars
+from common import assert_trees_equal, final_weights, record_calls, run_script, scalars
 from reference import actor_gradients, adam, critic_gradients, critic_values, policy, sac_targets
 
 import eaudesac_mujoco as eaude
@@ -60,7 +61,7 @@ def random_batches(script, rng, utd=1):
 
 def learn(script, args, actor, critic, state, batches, with_actor=True):
     """On a copy, since the state is donated. The random numbers are always the same."""
-    draws = (learning_noise(args), TIMES[:, : args.n_networks]) if script is eaude else (learning_noise(args),)
+    draws = (learning_noise(args), DELAYS[:, : args.n_networks]) if script is eaude else (learning_noise(args),)
     state, metrics = script.learn(args, actor, critic, jax.device_put(state), batches, *draws, with_actor)
     return jax.device_get(state), jax.device_get(metrics)
 
@@ -69,7 +70,7 @@ def learning_noise(args):
     return np.random.default_rng(9).standard_normal((args.utd + 1, BATCH, N_ACTIONS), np.float32)
 
 
-TIMES = np.random.default_rng(9).standard_exponential((2, 5))
+DELAYS = np.random.default_rng(9).standard_exponential((2, 5))
 
 
 def at(tree, idx):
@@ -109,16 +110,16 @@ def test_parameter_counts_of_the_papers_table(width, count):
 
 @pytest.mark.parametrize("env_id", ["Ant", "ant", "Ant-v5", "ANT-V5"])
 def test_tasks_go_by_the_names_people_write(env_id):
-    assert eaude.env_name(env_id) == "Ant-v5"
+    assert eaude.canonical_name(env_id) == "Ant-v5"
 
 
 def test_a_version_can_be_chosen():
-    assert eaude.env_name("Hopper-v4") == "Hopper-v4"
+    assert eaude.canonical_name("Hopper-v4") == "Hopper-v4"
 
 
 def test_all_tasks_of_the_paper_have_its_horizon():
     for name in ("Ant", "HalfCheetah", "Hopper", "Humanoid", "HumanoidStandup", "Swimmer", "Walker2d"):
-        assert gymnasium.spec(eaude.env_name(name)).max_episode_steps == 1_000
+        assert gymnasium.spec(eaude.canonical_name(name)).max_episode_steps == 1_000
 
 
 def test_every_mujoco_task_can_be_played(tmp_path, monkeypatch, capfd):
@@ -239,7 +240,7 @@ def assert_actor_and_temperature(before, after, metrics, critics, observations, 
     step = jax.tree.map(lambda g: adam([g], args.learning_rate, args.adam_epsilon), gradients)
     expected = jax.tree.map(lambda x, dx, mask: (x + dx) * mask, before.actor_params, step, before.actor_masks)
     assert_close(after.actor_params, expected, 1e-4)
-    temperature_step = adam([entropy + N_ACTIONS], args.learning_rate, args.adam_epsilon)
+    temperature_step = adam([temperature * (entropy + N_ACTIONS)], args.learning_rate, args.adam_epsilon)
     assert after.log_temperature == pytest.approx(before.log_temperature + temperature_step, abs=1e-5)
 
 
@@ -263,7 +264,7 @@ def test_a_whole_update_of_eaudesac_is_that_of_the_paper(n_networks):
     np.testing.assert_array_equal(after.target_idx, after.cumulated_losses.argmin(axis=1))
 
     # The actor learns on the critics after their step.
-    behaviour_idx = (TIMES[:, :n_networks] * after.cumulated_losses).argmin(axis=1)
+    behaviour_idx = (DELAYS[:, :n_networks] * after.cumulated_losses).argmin(axis=1)
     critics = [at(after.params, (i, behaviour_idx[i])) for i in range(2)]
     assert_actor_and_temperature(before, after, metrics, critics, batch.observations, actor_noise, args)
     for field in ("masks", "actor_masks", "sparsities"):
@@ -328,7 +329,7 @@ def test_several_critic_updates_in_a_step_and_one_of_the_actor_from_the_last_bat
         state, _ = learn_critics(args, actor, critic, state, at(batches, i), critic_noise[i])
     pair = state.params
     if script is eaude:
-        idx = (TIMES * state.cumulated_losses).argmin(axis=1)
+        idx = (DELAYS * state.cumulated_losses).argmin(axis=1)
         pair = at(state.params, (np.arange(2), idx))
     learn_actor = jax.jit(script.learn_actor, static_argnums=(0, 1, 2))
     state, _ = learn_actor(args, actor, critic, state, pair, batches.observations[-1], actor_noise)
@@ -451,7 +452,7 @@ def test_a_network_that_has_diverged_once_stays_out_until_the_next_tournament(ta
     assert after.target_idx[1] != state.target_idx[1]
 
 
-@pytest.mark.parametrize("distribution", ["uniform", "erk"])
+@pytest.mark.parametrize("distribution", ["uniform", "erk", "global"])
 def test_copies_are_pruned_with_new_optimizers_and_all_else_is_untouched(distribution):
     flags = dict(total_timesteps=10_000, max_speed=0.9, sparsity_distribution=distribution)
     args, actor, critic, before = tiny_agent(eaude, **flags)
@@ -643,7 +644,7 @@ def test_critics_of_polyprune_follow_the_schedule(short, monkeypatch):
         for i in range(2):
             masks = polyprune.magnitude_masks(at(after.params, i), expected, "erk")
             assert_trees_equal(at(after.masks, i), masks)
-        assert after.sparsity == expected
+        assert after.sparsity == np.float32(expected)
         assert polyprune.sparsity_of(at(after.masks, 0)) == pytest.approx(expected, abs=0.01)
         assert dict(curves["sparsity/target"])[step] == pytest.approx(expected)
 
@@ -668,6 +669,7 @@ def test_the_first_actions_are_uniform_and_the_others_of_the_policy(script, shor
         np.testing.assert_array_equal(observation, row[0])
         np.testing.assert_array_equal(action, row[1])
     np.testing.assert_allclose(envs[0].unwrapped.actions, 1 + 3 * np.array([row[1] for row in rows]), atol=1e-5)
+    assert all(row[1].dtype == np.float32 for row in rows)  # what is played is what the memory stores
 
 
 def test_evaluation_is_deterministic_and_starts_the_same_each_time():
@@ -688,12 +690,12 @@ def test_evaluation_is_deterministic_and_starts_the_same_each_time():
 
 @SCRIPTS
 def test_seeds_decide_everything(script, short, monkeypatch):
-    weights, resets, reset = [], [], probe.Probe.reset
-    monkeypatch.setattr(script.Run, "summarize", lambda run, params: weights.append(jax.device_get(params)))
+    resets, reset = [], probe.Probe.reset
     monkeypatch.setattr(probe.Probe, "reset", lambda self, seed, options: resets.append(seed) or reset(self, seed))
-    curves = [scalars(script.train(script.Args(**short, seed=seed))) for seed in (3, 3, 4)]
+    folders = [script.train(script.Args(**short, seed=seed)) for seed in (3, 3, 4)]
+    weights, curves = [final_weights(folder) for folder in folders], [scalars(folder) for folder in folders]
     assert_trees_equal(weights[0], weights[1])
-    assert all((x != y).any() for x, y in zip(jax.tree.leaves(weights[0]), jax.tree.leaves(weights[2])))
+    assert all((x != weights[2][name]).any() for name, x in weights[0].items() if name.startswith("actor"))
     for tag in curves[0].keys() - {"charts/SPS"}:
         assert curves[0][tag] == curves[1][tag]
     runs = np.array(resets).reshape(3, -1)
@@ -704,11 +706,14 @@ def test_seeds_decide_everything(script, short, monkeypatch):
 
 
 @SCRIPTS
-def test_the_step_of_the_first_update_has_a_speed_too(script, short):
-    folder = script.train(script.Args(**short | dict(learning_starts=999, total_timesteps=1_000)))
-    ((step, sps),) = scalars(folder)["charts/SPS"]
-    assert step == 1_000
-    assert sps > 0
+def test_speed_and_time_left_are_those_of_updates(script, short, monkeypatch, capsys):
+    """Not of the steps before the first update, which are fast, nor of the update that compiles."""
+    monkeypatch.setattr(script, "LOG_PERIOD", 10)
+    monkeypatch.setattr(script.sys.stdout, "isatty", lambda: False, raising=False)
+    steps = [step for step, _ in scalars(script.train(script.Args(**short)))["charts/SPS"]]
+    assert steps == [50, 60, 70, 80, 90, 100]  # the first update is that of step 41
+    shown = [line for line in capsys.readouterr().out.splitlines() if " steps" in line and "Finished" not in line]
+    assert all(("SPS" in line) == (" left" in line) for line in shown)
 
 
 @SCRIPTS
@@ -730,6 +735,7 @@ def test_a_run_that_diverges_in_its_last_step_leaves_no_policy(script, short, mo
     assert not list(short["runs_dir"].glob("*/policy.npz*"))
 
 
+@pytest.mark.slow
 @SCRIPTS
 def test_the_pendulum_is_balanced_by_pruned_and_by_dense_critics(script, tmp_path):
     features = dict(critic_features=(128, 128), actor_features=(128, 128))
@@ -790,18 +796,16 @@ def test_a_short_run_logs_everything(script, tmp_path):
     assert set(curves) == expected
     assert [step for step, _ in curves["eval/episodic_return"]] == [500, 1_000, 1_500]
     assert all(value == int(value) for _, value in curves["charts/episodic_return"])  # a point for each step
-    name = "EauDeSAC" if script is eaude else "PolyPruneSAC"
-    for text in (f"{name} on InvertedPendulum-v5", "Replay memory of 1,000,000", str(folder), "1,500/1,500 steps"):
+    for text in (str(folder), "1,500/1,500 steps", "Finished after 1,500"):
         assert text in result.stdout
-    for text in ("Evaluation after 500 steps: ", "Finished after 1,500 steps", "non-zero weights of"):
-        assert text in result.stdout
+    assert re.search(r" 500/1,500 steps.*, evaluation \d", result.stdout)
 
 
 def test_ctrl_c_ends_the_run_cleanly(tmp_path):
     command = [sys.executable, eaude.__file__, *PENDULUM.replace("1500", "100_000").split(), "--runs-dir", tmp_path]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
-            if line.startswith("Evaluation after 1,000"):
+            if "1,000/100,000 steps" in line:
                 break
         process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=100)
@@ -817,24 +821,23 @@ def test_ctrl_c_ends_the_run_cleanly(tmp_path):
         (dict(env_id="ALE/Pong-v5"), "unknown MuJoCo task 'ALE/Pong-v5'; the closest names are "),
         (dict(env_id="Ant-v9"), "unknown MuJoCo task 'Ant-v9'; the closest names are Ant, "),
         (dict(env_id="Ant-v3"), "Ant-v3 cannot be made: The mujoco v2 and v3 based environments have been moved"),
-        (dict(env_id="CartPole-v1"), "CartPole-v1 has actions Discrete(2): they must be a vector of bounded numbers"),
-        (dict(env_id="DiscreteProbe"), "DiscreteProbe-v0 has actions Discrete(3): they must be"),
+        (dict(env_id="CartPole-v1"), "CartPole-v1 has (Box("),
         (
-            dict(env_id="PixelProbe"),
-            "PixelProbe-v0 has observations Box(0, 255, (84, 84, 3), uint8): they must",
+            dict(env_id="DiscreteProbe"),
+            "DiscreteProbe-v0 has (Box(-inf, inf, (2,), float32), Discrete(3)): ",
         ),
-        (dict(env_id="UnboundedProbe"), "UnboundedProbe-v0 has actions Box(-inf, inf, (2,), float32): they must be"),
-        (dict(critic_features=(256, 0)), "--critic-features must be at least 1, not (256, 0)"),
-        (dict(actor_features=(0,)), "--actor-features must be at least 1, not (0,)"),
-        (dict(tau=0.0), "--tau must be at least 1e-06 and at most 1, not 0.0"),
-        (dict(utd=0), "--utd must be at least 1, not 0"),
-        (dict(policy_delay=0), "--policy-delay must be at least 1, not 0"),
-        (dict(eval_period=0), "--eval-period must be at least 1, not 0"),
-        (dict(pruning_period=0), "--pruning-period must be at least 1, not 0"),
-        (dict(actor_final_sparsity=1.0), "--actor-final-sparsity must be at least 0 and at most 0.9999, not 1.0"),
-        (dict(pruning_start=0.5, pruning_end=0.4), "--pruning-end 0.4 is smaller than --pruning-start 0.5"),
-        (dict(total_timesteps=500), "--total-timesteps 500 is smaller than --learning-starts 5000"),
-        (dict(learning_starts=31), "--learning-starts 31 is smaller than --batch-size 256"),
+        (dict(env_id="PixelProbe"), "PixelProbe-v0 has (Box(0, 255, (84, 84, 3), uint8), Box("),
+        (dict(env_id="UnboundedProbe"), "UnboundedProbe-v0 has (Box(-inf, inf, (2,), float32), Box(-inf"),
+        (dict(critic_features=(256, 0)), "--critic-features must be from 1 to inf, not (256, 0)"),
+        (dict(actor_features=(0,)), "--actor-features must be from 1 to inf, not (0,)"),
+        (dict(tau=1.5), "--tau must be from 0 to 1, not 1.5"),
+        (dict(utd=0), "--utd must be from 1 to inf, not 0"),
+        (dict(policy_delay=0), "--policy-delay must be from 1 to inf, not 0"),
+        (dict(eval_period=0), "--eval-period must be from 1 to inf, not 0"),
+        (dict(pruning_period=0), "--pruning-period must be from 1 to inf, not 0"),
+        (dict(actor_final_sparsity=1.2), "--actor-final-sparsity must be from 0 to 1, not 1.2"),
+        (dict(pruning_start=0.5, pruning_end=0.4), "--pruning-end must not be smaller than --pruning-start"),
+        (dict(total_timesteps=500), "--total-timesteps must not be smaller than --learning-starts"),
     ],
 )
 def test_wrong_input_gets_one_message_and_leaves_nothing(script, flags, message, tmp_path, capsys, monkeypatch):

@@ -1,0 +1,567 @@
+"""Playing without JAX: the same numbers as flax, the same games, and nothing but one line when something is wrong."""
+
+import dataclasses
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import ClassVar
+
+import imageio.v3 as imageio
+import jax
+import numpy as np
+import pytest
+from catch import CatchEnv
+from common import TINY, assert_trees_equal
+from probe import Probe
+
+import eaudecql_atari
+import eaudedqn_atari
+import eaudesac_mujoco
+import play_policy
+import polyprune_cql_atari
+import polyprune_dqn_atari
+import polyprune_sac_mujoco
+from play_policy import Args, actor_mean, load_policy, make_layers, q_values
+
+ATARI = [eaudedqn_atari, eaudecql_atari, polyprune_dqn_atari, polyprune_cql_atari]
+MUJOCO = [eaudesac_mujoco, polyprune_sac_mujoco]
+ROOT = Path(play_policy.__file__).parent
+
+
+def prune(params, sparsity):
+    """Pruned, and with biases as learned ones are: not zero."""
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: x if x.ndim > 1 else rng.normal(0, 0.1, x.shape).astype(np.float32), params)
+    return jax.tree.map(np.multiply, params, eaudedqn_atari.magnitude_masks(params, sparsity, "uniform"))
+
+
+def q_network(sparsity, features=TINY, n_actions=6):
+    network = eaudedqn_atari.QNetwork(features, n_actions)
+    params = jax.device_get(jax.jit(network.init)(jax.random.key(0), np.zeros((1, 4, 84, 84), np.uint8)))
+    return network, prune(params, sparsity)
+
+
+def actor_network(sparsity, features, n_observations=11, n_actions=3):
+    network = eaudesac_mujoco.Actor(features, n_actions)
+    params = jax.device_get(jax.jit(network.init)(jax.random.key(0), np.zeros(n_observations)))
+    return network, prune(params, sparsity)
+
+
+def write_policy(path, script, networks, **flags):
+    args = script.Args(**flags)
+    about = {"script": script.__name__, "args": vars(args), "step": 70}
+    eaudedqn_atari.write_npz(path, about, networks, np.savez_compressed)
+    return path
+
+
+def atari_policy(path, script=eaudedqn_atari, sparsity=0.5, features=TINY, n_actions=6, env_id="Pong", **flags):
+    _, params = q_network(sparsity, features, n_actions)
+    return write_policy(path, script, {"target": params}, env_id=env_id, features=features, **flags)
+
+
+def mujoco_policy(path, script=eaudesac_mujoco, env_id="Probe-v0", sparsity=0.5, n_observations=2, n_actions=2):
+    _, actor = actor_network(sparsity, (8, 8), n_observations, n_actions)
+    critic = eaudesac_mujoco.Critic((8,))
+    inputs = np.zeros(n_observations), np.zeros(n_actions)
+    critics = [jax.device_get(critic.init(jax.random.key(i), *inputs)) for i in range(2)]
+    networks = {"actor": actor, "critic_0": prune(critics[0], 0.9), "critic_1": critics[1]}
+    return write_policy(path, script, networks, env_id=env_id, actor_features=(8, 8))
+
+
+def refused(args, capsys):
+    """The one line that a person sees."""
+    with pytest.raises(SystemExit) as exit_info:
+        play_policy.main(args)
+    assert exit_info.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    return error
+
+
+# ---- Forward pass ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.9, 0.99])
+@pytest.mark.parametrize("features", [TINY, (5, 7, 6, 40), (32, 64, 64, 512)])
+def test_q_values_are_those_of_flax(sparsity, features):
+    network, params = q_network(sparsity, features)
+    observations = np.random.default_rng(1).integers(0, 256, (3, 4, 84, 84), dtype=np.uint8)
+    observations[1] = 255
+    expected = np.asarray(network.apply(params, observations))
+    assert np.abs(expected).max() > 0.01
+    for n in (1, 3):
+        found = q_values(params, observations[:n])
+        assert (found.shape, found.dtype) == ((n, 6), np.float32)
+        np.testing.assert_allclose(found, expected[:n], rtol=0, atol=1e-5)
+        dense = play_policy.forward(make_layers(params, sparse=False), observations[:n])
+        np.testing.assert_allclose(dense, expected[:n], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.9, 0.99])
+@pytest.mark.parametrize("features", [(8,), (16, 12), (400, 300, 20), (512, 512), (4,) * 11])
+def test_means_are_those_of_flax(sparsity, features):
+    network, params = actor_network(sparsity, features)
+    observations = np.random.default_rng(1).normal(size=(3, 11))  # float64, as MuJoCo's are
+    expected = np.asarray(network.apply(params, observations)[0])
+    for n in (1, 3):
+        found = actor_mean(params, observations[:n])
+        assert (found.shape, found.dtype) == ((n, 3), np.float32)
+        np.testing.assert_allclose(found, expected[:n], rtol=0, atol=1e-5)
+
+
+def test_kernels_are_sparse_only_where_that_is_faster():
+    def sparse_layers(params):
+        return [not isinstance(layer.kernel, np.ndarray) for layer in make_layers(params)]
+
+    features = (32, 64, 64, 512)
+    assert sparse_layers(q_network(0.84, features)[1]) == [False] * 5
+    assert sparse_layers(q_network(0.86, features)[1]) == [True, True, True, True, False]
+    assert sparse_layers(q_network(0.95, (8, 8, 8, 16))[1]) == [True, True, True, False, False]  # 15,488 in the matrix
+    assert sparse_layers(actor_network(0.95, (256, 256))[1]) == [False] * 3
+    assert sparse_layers(actor_network(0.95, (512, 512))[1]) == [False, True, False]  # 262,144 in the second
+
+
+def test_the_network_that_is_played_needs_neither_jax_nor_more_than_one_thread(tmp_path):
+    """And SciPy only if it is sparse enough."""
+    code = (
+        "import sys, play_policy, os; from pathlib import Path\n"
+        "play_policy.main(play_policy.Args(Path(sys.argv[1]), episodes=1, horizon=5))\n"
+        "print(os.environ['OPENBLAS_NUM_THREADS'], *[x for x in ('jax', 'flax', 'optax', 'scipy') if x in sys.modules])"
+    )
+    policies = {
+        "1": atari_policy(tmp_path / "dense.npz", sparsity=0.5),
+        "1 scipy": atari_policy(tmp_path / "sparse.npz", sparsity=0.9),
+        "1 ": mujoco_policy(tmp_path / "mujoco.npz", env_id="Hopper-v5", n_observations=11, n_actions=3),
+    }
+    for expected, path in policies.items():
+        command = [sys.executable, "-c", code, path]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        assert result.stdout.splitlines()[-1] == expected.strip()
+        assert result.stderr == ""
+
+
+# ---- Policy file -----------------------------------------------------------------------------------------------------
+def test_the_file_gives_back_the_networks_and_what_it_says_about_them(tmp_path):
+    _, params = q_network(0.9)
+    path = write_policy(tmp_path / "policy.npz", polyprune_dqn_atari, {"target": params}, env_id="MsPacman")
+    about, networks = load_policy(path)
+    assert_trees_equal(networks, {"target": params})
+    assert (about["script"], about["step"], about["args"]["env_id"]) == ("polyprune_dqn_atari", 70, "MsPacman")
+
+
+def test_no_flipped_bit_loads_another_value(tmp_path, capsys):
+    path, damaged = mujoco_policy(tmp_path / "policy.npz"), tmp_path / "damaged.npz"
+    data, expected, n_refused = path.read_bytes(), load_policy(path), 0
+    rng = np.random.default_rng(0)
+    headers = [x.header_offset + i for x in zipfile.ZipFile(path).infolist() for i in range(30)]
+    directory = range(data.index(b"PK\x01\x02"), len(data))
+    positions = np.concatenate([rng.choice(x, 150, replace=False) for x in (range(len(data)), headers, directory)])
+    flips = [(position, 1 << rng.integers(8)) for position in positions]
+    flips += [(position, 1) for position in directory]  # makes critic_1 out of critic_0, of which there is one already
+    for position, bit in flips:
+        flipped = bytearray(data)
+        flipped[position] ^= bit
+        damaged.write_bytes(flipped)
+        try:
+            found = load_policy(damaged)
+        except SystemExit:
+            capsys.readouterr()
+            assert "is damaged" in refused(Args(damaged), capsys)
+            n_refused += 1
+            continue
+        assert found[0] == expected[0]
+        assert_trees_equal(found[1], expected[1])
+    assert n_refused > 200
+
+
+def test_a_flip_that_np_load_does_not_see_is_refused(tmp_path, capsys):
+    """An npy header that says fewer weights: np.load does not read the rest, and does not look at the checksum."""
+    path = tmp_path / "policy.npz"
+    atari_policy(path)
+    arrays = dict(np.load(path))
+    with open(path, "wb") as file:
+        np.savez(file, **arrays)
+    data = path.read_bytes()
+    shape = b"'shape': (363, 4)"  # more than the 4,096 bytes that are read at once
+    assert data.count(shape) == 1
+    path.write_bytes(data.replace(shape, b"'shape': (123, 4)"))
+    assert "is damaged" in refused(Args(path), capsys)
+
+
+def foreign_files(folder):
+    text, checkpoint, older, empty = (folder / f"{name}.npz" for name in ("text", "checkpoint", "older", "empty"))
+    text.write_text("hello")
+    empty.write_bytes(b"")
+    eaudedqn_atari.write_npz(checkpoint, {"step": 3, "rng": {}}, {"state": q_network(0)[1]})
+    np.savez(older, about=json.dumps({"script": "eaudedqn_atari"}), **{"target/params/Conv_0/kernel/mask": np.ones(3)})
+    return [text, checkpoint, older, empty]
+
+
+def test_foreign_files_are_refused(tmp_path, capsys):
+    for path in foreign_files(tmp_path):
+        expected = f"error: {path} is damaged, or it is not the policy.npz of a run\n"
+        assert refused(Args(path), capsys) == expected
+    assert "No such file" in refused(Args(tmp_path / "missing.npz"), capsys)
+    assert "Is a directory" in refused(Args(tmp_path), capsys)
+
+
+# ---- Playing ---------------------------------------------------------------------------------------------------------
+class RecordingEnv(CatchEnv):
+    """Remembers seeds and actions of each episode."""
+
+    def __init__(self, colour=False):
+        super().__init__(1)
+        self.colour, self.seeds, self.actions = colour, [], []
+
+    def paint(self, observations):
+        return np.stack([observations] * 3, axis=-1) if self.colour else observations
+
+    def reset(self, seed):
+        self.seeds.append(seed)
+        self.actions.append([])
+        observations, info = super().reset(seed)
+        return self.paint(observations), info
+
+    def step(self, actions):
+        assert actions.shape == (1,)
+        self.actions[-1].append(int(actions[0]))
+        observations, *rest = super().step(actions)
+        return self.paint(observations), *rest
+
+
+@pytest.fixture
+def catch_envs(monkeypatch):
+    envs = []
+
+    def make_atari_env(env_id, horizon, colour=False):
+        envs.append(RecordingEnv(colour))
+        envs[-1].made_of = env_id, horizon
+        return envs[-1]
+
+    monkeypatch.setattr(play_policy, "make_atari_env", make_atari_env)
+    return envs
+
+
+class Filmed(Probe):
+    metadata: ClassVar = {"render_modes": ["rgb_array"], "render_fps": 20}
+
+    def __init__(self, render_mode=None):
+        super().__init__()
+        self.render_mode = render_mode
+
+    def render(self):
+        return np.full((40, 60, 3), 40 * self.step_number, np.uint8)
+
+
+@pytest.fixture
+def probe_envs(monkeypatch):
+    envs = []
+
+    def make(render_mode=None):
+        envs.append(Filmed(render_mode))
+        return envs[-1]
+
+    gymnasium = play_policy.gymnasium
+    spec = dataclasses.replace(gymnasium.spec("Probe-v0"), entry_point=make)
+    monkeypatch.setitem(gymnasium.registry, "Probe-v0", spec)
+    return envs
+
+
+def test_greedy_actions_and_their_returns_are_those_of_the_network(tmp_path, catch_envs, capsys):
+    path = atari_policy(tmp_path / "policy.npz", n_actions=3)
+    play_policy.main(Args(path, episodes=12, epsilon=0, seed=5))
+    lines, returns = capsys.readouterr().out.splitlines(), []
+    network, params = q_network(0.5, n_actions=3)
+    apply = jax.jit(network.apply)
+    (env,) = catch_envs
+    assert len(set(env.seeds)) == 12
+    for seed, played in zip(env.seeds, env.actions):
+        game, rewards, done = CatchEnv(1), [], False
+        observations, _ = game.reset(seed)
+        for action in played:
+            assert not done
+            assert action == apply(params, observations).argmax()
+            observations, reward, (done,), _, _ = game.step([action])
+            rewards.append(reward[0])
+        assert done
+        returns.append(sum(rewards))
+    assert len(set(returns)) == 2
+    assert (
+        f"Return {np.mean(returns):.1f} +- {np.std(returns):.1f}, mean and standard deviation of 12 episodes" in lines
+    )
+    assert "Each: " + " ".join(map(str, returns)) in lines
+
+
+@pytest.mark.parametrize("script", ATARI, ids=lambda script: script.__name__)
+def test_policies_of_all_atari_scripts_are_played_and_filmed(script, tmp_path, catch_envs, capsys):
+    path, video = atari_policy(tmp_path / "policy.npz", script, n_actions=3, horizon=77), tmp_path / "out.gif"
+    play_policy.main(Args(path, episodes=4, video=video, seed=5))
+    lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(rf"Pong, {script.__name__}\.py after 70 steps, sparsity of target 0\.\d+", lines[0])
+    played, filmed = catch_envs
+    assert (played.colour, filmed.colour) == (False, True)
+    assert played.made_of == filmed.made_of == ("Pong", 77)  # the run's own horizon
+    assert (filmed.seeds, filmed.actions) == (played.seeds[:1], played.actions[:1])
+    assert imageio.imread(video).shape == (6, 84, 84, 3)  # 6 steps: the last one leads to the next episode
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("script", MUJOCO, ids=lambda script: script.__name__)
+def test_policies_of_both_mujoco_scripts_are_played_and_filmed(script, tmp_path, probe_envs, capsys):
+    path, video = mujoco_policy(tmp_path / "policy.npz", script), tmp_path / "out.gif"
+    play_policy.main(Args(path, episodes=3, video=video))
+    lines = capsys.readouterr().out.splitlines()
+    assert re.match(
+        rf"Probe-v0, {script.__name__}\.py after 70 steps, sparsity of actor 0\.\d+, critic_0 0\.", lines[0]
+    )
+    assert "Return 5.0 +- 0.0, mean and standard deviation of 3 episodes" in lines
+    network, params = actor_network(0.5, (8, 8), 2, 2)
+    played = next(env for env in probe_envs if env.render_mode is None)
+    observations = np.array([(episode, step) for episode in range(3) for step in range(5)])
+    mean, _ = network.apply(params, observations)
+    np.testing.assert_allclose(played.actions, 1 + 3 * np.tanh(mean), atol=1e-4)  # scaled from [-1, 1] to [-2, 4]
+    assert len(set(played.seeds)) == 3
+    frames = imageio.imread(video)
+    assert frames.shape == (3, 20, 30, 3)  # every second of 5 observations, every second pixel
+    np.testing.assert_allclose(frames[:, 0, 0, 0], [0, 80, 160], atol=2)
+    assert imageio.immeta(video)["duration"] == 100
+
+
+def test_the_same_seed_plays_the_same_games_and_another_one_others(tmp_path, catch_envs):
+    path = atari_policy(tmp_path / "policy.npz", n_actions=3)
+    for seed in (5, 5, 6):
+        play_policy.main(Args(path, episodes=3, epsilon=0.5, seed=seed))
+    first, again, other = ((env.seeds, env.actions) for env in catch_envs)
+    assert first == again != other
+
+
+def test_epsilon_is_the_share_of_random_actions(tmp_path, catch_envs, monkeypatch):
+    path, asked = atari_policy(tmp_path / "policy.npz", n_actions=3), []
+    monkeypatch.setattr(play_policy, "q_values", lambda network, x: asked.append(1) or np.array([[0.0, 1.0, 0.0]]))
+    for epsilon in (0, 0.3, 1):
+        asked.clear()
+        play_policy.main(Args(path, episodes=100, epsilon=epsilon))
+        n_steps = sum(map(len, catch_envs[-1].actions))
+        assert len(asked) / n_steps == pytest.approx(1 - epsilon, abs=0.06)
+    shares = np.bincount(np.concatenate(catch_envs[-1].actions)) / n_steps
+    np.testing.assert_allclose(shares, 1 / 3, atol=0.06)
+
+
+@pytest.mark.parametrize("horizon", [None, 9])
+def test_the_horizon_cuts_an_episode(horizon, tmp_path, monkeypatch):
+    lengths, step = [], play_policy.play_episode
+
+    def play_episode(*inputs):
+        rewards, actions, timed = step(*inputs)
+        lengths.append(len(actions))
+        return rewards, actions, timed
+
+    monkeypatch.setattr(play_policy, "play_episode", play_episode)
+    play_policy.main(Args(atari_policy(tmp_path / "a.npz", horizon=12), episodes=1, horizon=horizon))
+    path = mujoco_policy(tmp_path / "m.npz", env_id="HalfCheetah-v5", n_observations=17, n_actions=6)
+    play_policy.main(Args(path, episodes=1, horizon=horizon))
+    assert lengths == ([9, 9] if horizon else [12, 1_000])
+
+
+def test_the_game_is_the_one_of_training_and_the_film_shows_the_same_one():
+    """The same seed and actions, in the training script or here in grey or in colour, give the same rewards."""
+    ours, colour = play_policy.make_atari_env("Pong", 27_000), play_policy.make_atari_env("Pong", 27_000, colour=True)
+    envs = [eaudedqn_atari.make_env("Pong", 1, 27_000), ours, colour]
+    trained, played, filmed = (env.reset(seed=11)[0] for env in envs)
+    assert filmed.shape == (1, 4, 210, 160, 3)
+    rng, rewards = np.random.default_rng(0), []
+    for _ in range(400):
+        np.testing.assert_array_equal(trained, played)
+        actions = rng.integers(6, size=1)
+        (trained, *left), (played, *right), (filmed, *third) = (env.step(actions)[:4] for env in envs)
+        assert left == right == third
+        rewards.append(left[0][0])
+    assert np.any(rewards)
+    np.testing.assert_array_equal(trained, played)
+
+
+def test_the_mujoco_task_is_the_one_of_training():
+    envs = [eaudesac_mujoco.make_env("Hopper"), play_policy.make_mujoco_env("Hopper-v5", None)]
+    observations = [env.reset(seed=3)[0] for env in envs]
+    rng = np.random.default_rng(0)
+    for _ in range(10):
+        np.testing.assert_array_equal(*observations)
+        action = rng.uniform(-1, 1, 3).astype(np.float32)
+        observations = [env.step(action)[0] for env in envs]
+
+
+def test_the_price_list_counts_the_network_that_plays(tmp_path, probe_envs, catch_envs, capsys):
+    features = (4, 4, 4, 8)
+    paths = {
+        "target": atari_policy(tmp_path / "atari.npz", sparsity=0.9, features=features, n_actions=3),
+        "actor": mujoco_policy(tmp_path / "mujoco.npz"),
+    }
+    for name, path in paths.items():
+        play_policy.main(Args(path, episodes=1))
+        rows = capsys.readouterr().out.split(f"The {name}")[1].splitlines()
+        numbers = [[float(x.replace(",", "")) for x in row.split()[-2:]] for row in rows[1:4]]
+        members = zipfile.ZipFile(path).infolist()
+        tensors = [np.load(path)[x.filename[:-4]] for x in members if x.filename.startswith(f"{name}/")]
+        kernels = [x for x in tensors if x.ndim > 1]
+        compressed = sum(x.compress_size for x in members if x.filename.startswith(f"{name}/"))
+        assert numbers[0] == [compressed, 4 * sum(x.size for x in tensors)]
+        assert numbers[1] == [sum(map(np.count_nonzero, kernels)), sum(x.size for x in kernels)]
+        assert min(numbers[2]) > 0
+        assert rows[4] == f"Sparse products in {'3 of 5' if name == 'target' else '0 of 3'} layers"
+
+
+def test_progress_is_plain_lines_without_a_terminal_and_one_line_in_it(tmp_path, catch_envs, capsys, monkeypatch):
+    path = atari_policy(tmp_path / "policy.npz", n_actions=3)
+    play_policy.main(Args(path, episodes=2))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" episodes")[0] for line in lines[1:4]] == [
+        "[                    ] 0/2",
+        "[##########          ] 1/2",
+        "[####################] 2/2",
+    ]
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    play_policy.main(Args(path, episodes=2))
+    first, bar, *_ = sys.stdout.getvalue().split("\n")
+    assert first.startswith("Pong")
+    assert [part[:24] for part in bar.split("\r")[1:]] == [
+        "[                    ] 0",
+        "[##########          ] 1",
+        "[####################] 2",
+    ]
+
+
+# ---- Recording -------------------------------------------------------------------------------------------------------
+def test_what_is_played_is_recorded_and_an_offline_script_reads_it(tmp_path, catch_envs):
+    path, folder = atari_policy(tmp_path / "policy.npz", n_actions=3), tmp_path / "new" / "data"
+    for epsilon in (0, 1):
+        play_policy.main(Args(path, episodes=10, epsilon=epsilon, record_dir=folder, record_rows=20))
+    n_files = len(list(folder.glob("$store$_action_ckpt.*.gz")))
+    args = eaudecql_atari.Args(dataset_dir=folder)
+    files = [eaudecql_atari.load_file(args, number, n_actions=3) for number in range(n_files)]
+    recorded = np.concatenate([actions[frames.any(axis=(1, 2))] for frames, actions, _, _ in files])
+    np.testing.assert_array_equal(recorded, np.concatenate([x for env in catch_envs for x in env.actions]))
+    assert sum(terminals.sum() for *_, terminals in files) == 20
+    assert len(set(recorded[60:])) == 3
+
+
+# ---- ONNX ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("sparsity", [0.0, 0.95])
+@pytest.mark.parametrize("features", [TINY, (5, 7, 6, 40)])
+def test_onnx_runtime_gives_the_same_q_values(sparsity, features, tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    _, params = q_network(sparsity, features)
+    play_policy.write_onnx(tmp_path / "policy.onnx", params)
+    session = onnxruntime.InferenceSession(tmp_path / "policy.onnx")
+    observations = np.random.default_rng(1).integers(0, 256, (3, 4, 84, 84), dtype=np.uint8)
+    for n in (1, 3):
+        (found,) = session.run(["q_values"], {"observations": observations[:n]})
+        np.testing.assert_allclose(found, q_values(params, observations[:n]), atol=1e-5)
+
+
+def test_onnx_runtime_gives_the_same_actions(tmp_path, probe_envs):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    path = mujoco_policy(tmp_path / "policy.npz")
+    play_policy.main(Args(path, episodes=1, onnx=tmp_path / "policy.onnx"))
+    session = onnxruntime.InferenceSession(tmp_path / "policy.onnx")
+    observations = np.random.default_rng(1).normal(size=(3, 2)).astype(np.float32)
+    (found,) = session.run(["actions"], {"observations": observations})
+    np.testing.assert_allclose(found, np.tanh(actor_mean(load_policy(path)[1]["actor"], observations)), atol=1e-5)
+
+
+def test_without_onnx_the_message_says_what_to_install(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    path = atari_policy(tmp_path / "policy.npz")
+    assert refused(Args(path, onnx=tmp_path / "p.onnx"), capsys) == "error: --onnx needs a package: pip install onnx\n"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+# ---- Errors ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (dict(episodes=0), "--episodes must be from 1 to"),
+        (dict(epsilon=1.1), "--epsilon must be from 0 to 1, not 1.1"),
+        (dict(epsilon=float("nan")), "--epsilon must be from 0 to 1, not nan"),
+        (dict(seed=-1), "--seed must be from 0 to"),
+        (dict(horizon=0), "--horizon must be from 1 to"),
+        (dict(record_rows=4), "--record-rows must be from 5 to"),
+        (dict(video=Path("out.mp4")), "--video out.mp4 must be a .gif file"),
+        (dict(video=Path("nowhere/out.gif")), "cannot write to nowhere: No such file or directory"),
+        (dict(onnx=Path("nowhere/out.onnx")), "cannot write to nowhere: No such file or directory"),
+        (dict(video=Path("/proc/out.gif")), "cannot write to /proc: "),
+        (dict(video=Path("folder.gif")), "folder.gif is a folder"),
+        (dict(record_dir=Path("policy.npz")), "File exists: 'policy.npz'"),
+        (dict(record_dir=Path("policy.npz/data")), "Not a directory: 'policy.npz/data'"),
+        (dict(record_dir=Path("/proc/data")), "/proc/data"),
+        (dict(record_dir=Path("folder.gif")), "has other files, such as notes.txt"),
+    ],
+)
+def test_mistakes_are_told_in_one_line_and_leave_nothing(flags, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = atari_policy(Path("policy.npz"))
+    Path("folder.gif").mkdir()
+    Path("folder.gif/notes.txt").touch()
+    before = sorted(Path().rglob("*"))
+    assert message in refused(Args(path, **flags), capsys)
+    assert sorted(Path().rglob("*")) == before
+
+
+@pytest.mark.parametrize("env_id", ["Tetrris", "Ant-v99"])
+def test_what_is_not_installed_is_said_in_one_line(env_id, tmp_path, capsys):
+    make = mujoco_policy if "-v" in env_id else atari_policy
+    path = make(tmp_path / "policy.npz", env_id=env_id)
+    flags = {} if "-v" in env_id else dict(record_dir=tmp_path / "data")
+    assert f"{env_id} cannot be played here" in refused(Args(path, onnx=tmp_path / "p.onnx", **flags), capsys)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_machine_that_cannot_draw_is_told_before_it_plays(tmp_path, capsys, probe_envs, monkeypatch):
+    def render(env):
+        raise RuntimeError("no screen")
+
+    monkeypatch.setattr(Filmed, "render", render)
+    path = mujoco_policy(tmp_path / "policy.npz")
+    error = refused(Args(path, video=tmp_path / "out.gif"), capsys)
+    assert error == "error: Probe-v0 cannot be filmed here: no screen\n"
+    assert not any(env.actions for env in probe_envs)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_is_for_atari_is_refused_on_mujoco(tmp_path, capsys, probe_envs):
+    path = mujoco_policy(tmp_path / "policy.npz")
+    for flags in (dict(epsilon=1.0), dict(record_dir=tmp_path / "data")):
+        assert refused(Args(path, **flags), capsys) == "error: --record-dir and --epsilon are for Atari\n"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_film_that_cannot_be_finished_leaves_the_one_before(tmp_path, capsys, catch_envs, monkeypatch):
+    path, video = atari_policy(tmp_path / "policy.npz", n_actions=3), tmp_path / "out.gif"
+    video.write_bytes(b"the film before")
+
+    def imwrite(file, *_, **__):
+        file.write(b"half")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(imageio, "imwrite", imwrite)
+    assert "No space left" in refused(Args(path, episodes=1, video=video), capsys)
+    assert sorted(tmp_path.iterdir()) == [video, path]
+    assert video.read_bytes() == b"the film before"
+
+
+def test_help_lists_every_flag_with_its_text():
+    environment = {**os.environ, "COLUMNS": "250"}
+    command = [sys.executable, "play_policy.py", "--help"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=environment)
+    for field in dataclasses.fields(Args):
+        name = "PATH" if field.name == "path" else "--" + field.name.replace("_", "-")
+        line = re.search(rf"^.*{name} .*$", result.stdout, re.MULTILINE)[0]
+        assert len(re.findall(r"[a-z]{2,}", line)) > 4, line
