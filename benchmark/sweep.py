@@ -4,7 +4,7 @@
     python benchmark/sweep.py benchmark/studies/mujoco.toml --slurm="--partition=gpu --gpus=1 --time=24:00:00" --jobs 50
 
 A study (see benchmark/studies) has a run for each environment, seed and variant. `{env_id}` in its flags is the
-environment, `{eaude}` the mean sparsity with which the variant `eaude` has ended there: its runs are waited for.
+environment, `{eaude}` the sparsity with which the variant `eaude` has ended there with the same seed: it is waited for.
 """
 
 import dataclasses
@@ -47,17 +47,16 @@ def fail(message: str):
 class Run:
     folder: Path  # {env}__{script}__{variant}__{seed}, with command, lock, log, exit code and the script's own folder
     template: str  # script and flags, where {variant} stands for a sparsity
-    needs: tuple[Path, ...]  # folders of the runs that end with that sparsity
+    needed: Path | None  # folder of the run that ends with that sparsity
 
     def is_ready(self) -> bool:
-        return all(is_done(folder) for folder in self.needs)
+        return self.needed is None or is_done(self.needed)
 
     def command(self) -> str:
-        if not self.needs or not self.is_ready():
+        if self.needed is None or not self.is_ready():
             return self.template
-        logs = [(folder / "log").read_text() for folder in self.needs]
-        sparsities = [float(re.findall(r", sparsity ([\d.e-]+)", log)[-1]) for log in logs]  # of the progress
-        return re.sub(r"{\w+}", f"{sum(sparsities) / len(sparsities):.4f}", self.template)
+        sparsities = re.findall(r", sparsity ([\d.e-]+)", (self.needed / "log").read_text())  # of the progress
+        return re.sub(r"{\w+}", sparsities[-1], self.template)
 
 
 def load_study(path: Path, runs_dir: Path) -> list[Run]:
@@ -67,12 +66,13 @@ def load_study(path: Path, runs_dir: Path) -> list[Run]:
     def folder(variant: str, env_id: str, seed: int) -> Path:
         return root / f"{env_id}__{variants[variant].split('.py')[0]}__{variant}__{seed}"
 
-    for variant, env_id, seed in itertools.product(variants, env_ids, seeds):
+    for seed, env_id, variant in itertools.product(seeds, env_ids, variants):
         script, _, flags = variants[variant].partition(" ")
         shared = study.get("flags", "").replace("{env_id}", env_id)
         command = f"{script} --env-id {env_id} --seed {seed} {shared} {flags}"
-        needs = [folder(other, env_id, n) for other in re.findall(r"{(\w+)}", variants[variant]) for n in seeds]
-        runs.append(Run(folder(variant, env_id, seed), " ".join(command.split()), tuple(needs)))
+        other = re.search(r"{(\w+)}", flags)
+        needed = folder(other[1], env_id, seed) if other else None
+        runs.append(Run(folder(variant, env_id, seed), " ".join(command.split()), needed))
     return runs
 
 

@@ -1,5 +1,6 @@
 """Sweeps: the same command again and again ends as one that was left alone."""
 
+import contextlib
 import os
 import random
 import re
@@ -73,6 +74,15 @@ def processes_of(folder):
     return found
 
 
+def checkpoints(folder):
+    """Of all runs: a newer one is another one."""
+    found = set()
+    for path in folder.glob("tiny/*/*/checkpoint.npz"):
+        with contextlib.suppress(FileNotFoundError):  # its run has ended meanwhile
+            found.add((path, path.stat().st_mtime_ns))
+    return found
+
+
 @pytest.mark.slow
 def test_a_sweep_that_was_killed_again_and_again_ends_as_one_that_was_not(tmp_path):
     alone, killed, rng = write_study(tmp_path / "alone"), write_study(tmp_path / "killed"), random.Random(0)
@@ -82,11 +92,13 @@ def test_a_sweep_that_was_killed_again_and_again_ends_as_one_that_was_not(tmp_pa
     n_kills = 0
     while sum(sweep.is_done(folder) for folder in killed.glob("tiny/*")) < 6:
         process = subprocess.Popen(command(killed, "--jobs", "2"), stdout=subprocess.DEVNULL)
-        deadline = time.monotonic() + rng.uniform(2, 6)
-        while process.poll() is None and time.monotonic() < deadline:
+        seen, n_checkpoints = checkpoints(killed), rng.randrange(16)  # by then it is killed; 0: while JAX still starts
+        enough = len(seen) + n_checkpoints
+        while process.poll() is None and (not processes_of(killed) or len(seen) < enough):
             names = [name for _, name in processes_of(killed)]
             assert len(set(names)) == len(names)  # no run twice
-            time.sleep(0.1)
+            seen |= checkpoints(killed)
+            time.sleep(0.02)
         if process.poll() is None:
             process.kill()
             process.wait()
@@ -127,7 +139,7 @@ def test_a_dry_run_shows_every_command_and_does_nothing(tmp_path):
     folder = write_study(tmp_path / "study")
     output = run_sweep(folder, "--dry-run").stdout.splitlines()
     assert len(output) == 6
-    assert output[2] == f"missing: python eaudesac_mujoco.py --env-id InvertedPendulum --seed 1 {SHORT} --max-speed 0.1"
+    assert output[1] == f"missing: python eaudesac_mujoco.py --env-id InvertedPendulum --seed 1 {SHORT} --max-speed 0.1"
     assert output[-1].endswith("--seed 2 " + SHORT + " --final-sparsity {eaude}")
     assert [path.name for path in folder.iterdir()] == ["tiny.toml"]
 
