@@ -419,7 +419,7 @@ def train(args: Args) -> Path:
         observations, _ = env.reset(seed=seed)  # (1, STACK, 84, 84), one environment
         for actions in played:  # the same seed and actions lead to the same observation each time
             observations = env.step(actions)[0]
-        for step in run.steps():  # l. 2
+        for step in run.steps(args.learning_starts):  # l. 2
             behaviour_idx = rng.choice(args.n_networks, p=network_probabilities(state.cumulated_losses))  # l. 3
             epsilon = np.interp(step, (0, args.epsilon_duration), (1, args.epsilon_end))
             if rng.random() < epsilon:  # l. 4
@@ -430,7 +430,6 @@ def train(args: Args) -> Path:
             if step > args.learning_starts and step % args.gradient_period == 0:  # l. 6
                 batch = memory.sample(rng, args.batch_size)  # l. 7
                 state, metrics = learn(args, network, state, batch)  # l. 8-11, goes on while the next lines run
-                run.clock = run.clock or (step, time.perf_counter())  # the first update compiles: speed counts from now
             next_observations, rewards, terminals, truncations, _ = env.step(actions)
             played.append(actions)
             score += rewards[0]
@@ -448,8 +447,8 @@ def train(args: Args) -> Path:
                 target_idx = state.cumulated_losses.argmin()  # l. 13
                 state = state._replace(target_idx=target_idx, target_params=network_at(state.params, target_idx))
                 run.log({"sparsity/target": state.sparsities[target_idx], "sparsity/network": state.sparsities})
-                run.log({"losses/cumulated": state.cumulated_losses})
                 parents = select_population(rng, state.cumulated_losses, args.tournament_size)  # l. 14
+                run.log({"losses/cumulated": state.cumulated_losses, "population/parent": parents})
                 state = prune_copies(args, rng, state, parents, step)  # l. 15
                 state = state._replace(cumulated_losses=jnp.zeros(args.n_networks))  # l. 16
 
@@ -466,10 +465,8 @@ def write_npz(path: Path, about: dict, tree, save=np.savez) -> None:
     """The tree's arrays by name, and `about` as JSON: there as a whole or not at all, even if the power fails."""
     leaves, temporary = jax.tree.leaves_with_path(jax.device_get(tree)), Path(f"{path}.tmp")
     arrays = {jax.tree_util.keystr(name, simple=True, separator="/"): x for name, x in leaves}
-    about = about | {"arrays": list(arrays)}  # a damaged zip file may seem to have fewer
-    with open(temporary, "wb") as file:
-        save(file, about=json.dumps(about, default=lambda x: str(x) if isinstance(x, Path) else float(x)), **arrays)
-        file.flush()
+    with open(temporary, "wb", buffering=0) as file:
+        save(file, about=json.dumps(about | {"arrays": list(arrays)}, default=float), **arrays)
         os.fsync(file.fileno())
     temporary.replace(path)
 
@@ -478,7 +475,7 @@ def read_npz(path: Path) -> tuple[dict, dict]:
     with open(path, "rb") as file, contextlib.suppress(Exception), np.load(file) as arrays:  # damage has many kinds
         if arrays.zip.testzip() is None:  # all checksums are right; np.load does not look at all bytes
             about = json.loads(str(arrays["about"]))
-            return about, {name: arrays[name] for name in about["arrays"]}
+            return about, {name: arrays[name] for name in about["arrays"]}  # damage can hide an array of a zip file
     fail(f"{path} is damaged")
 
 
@@ -488,8 +485,7 @@ class Run:
     def __init__(self, args: Args):
         name = f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{time.time():.3f}"
         self.args, self.folder, self.step = args, args.resume or args.runs_dir / name, 0
-        self.stop_signal, self.stopped, self.latest, self.shown = None, False, {}, time.perf_counter()
-        self.clock, self.sps = None, 0.0  # step and time of the first update, steps in a second since then
+        self.stop_signal, self.stopped, self.latest, self.sps, self.shown = None, False, {}, 0.0, time.perf_counter()
         self.lock = filelock.FileLock(self.folder / "in_use.lock").acquire(blocking=False).lock  # makes the folder, too
         if not args.resume:
             (self.folder / "args.json").write_text(json.dumps(vars(args), indent=2, default=str))
@@ -507,18 +503,19 @@ class Run:
         self.stop_signal = signum  # the run ends after its current step
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C ends it at once
 
-    def steps(self, stride: int = 1):
+    def steps(self, learning_starts: int = 0, stride: int = 1):
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, self.interrupt)
         print(f"Run folder {self.folder}, on the {jax.default_backend().upper()}, after {self.step:,} steps")
         with contextlib.closing(Writer(str(self.folder))) as self.writer:
-            if self.step == 0:
-                self.log({"sparsity/target": 0.0})
+            timed_from = max(self.step, learning_starts) + 100  # by then updates run, and have compiled
             while self.step < self.args.total_timesteps and not self.stopped:
                 self.step += stride
                 yield self.step
-                if self.clock and self.clock[0] < self.step:
-                    self.sps = (self.step - self.clock[0]) / (time.perf_counter() - self.clock[1])
+                if self.step <= timed_from:
+                    start = time.perf_counter()
+                else:
+                    self.sps = (self.step - timed_from) / (time.perf_counter() - start)
                     if self.step % LOG_PERIOD == 0:
                         self.log({"charts/SPS": self.sps})
                 if time.perf_counter() - self.shown > (0.5 if sys.stdout.isatty() else 30):  # seconds
@@ -568,7 +565,8 @@ class Run:
                 files[path.name] = path.stat().st_size
             about = {"step": self.step, "rng": rng.bit_generator.state, "files": files, "notes": notes}
             write_npz(self.folder / "checkpoint.npz", about, tree)
-        about = {"script": Path(__file__).stem, "args": vars(self.args) | {"resume": None}, "step": self.step}
+        flags = json.loads((self.folder / "args.json").read_text())
+        about = {"script": Path(__file__).stem, "args": flags, "step": self.step}
         write_npz(self.folder / "policy.npz", about, policy, np.savez_compressed)
         self.stopped = self.stop_signal is not None and self.step < self.args.total_timesteps
 

@@ -117,29 +117,20 @@ def load_args(args: Args) -> Args:
 
 # ---- Environment -----------------------------------------------------------------------------------------------------
 def canonical_name(env_id: str) -> str:
-    """One spelling for all: `Ant-v5` for `ant` and `Ant`, if that is the newest version, and for `ant-v5`."""
-    specs = sorted(gymnasium.registry.values(), key=lambda spec: spec.version or 0)
-    known = {name.lower(): spec.id for spec in specs for name in (spec.name, spec.id) if not spec.namespace}
+    """One spelling for all: `Ant-v5` for `ant`, `Ant` and `ant-v5`. Older versions need older packages."""
+    specs = [spec for spec in gymnasium.registry.values() if "mujoco" in str(spec.entry_point) and spec.version >= 5]
+    known = {name.lower(): spec.id for spec in specs for name in (spec.name, spec.id)}
     if env_id.lower() not in known:
-        tasks = {spec.name.lower(): spec.name for spec in specs if "mujoco" in str(spec.entry_point)}
-        closest = [tasks[name] for name in difflib.get_close_matches(env_id.lower(), tasks, n=3, cutoff=0)]
+        closest = difflib.get_close_matches(env_id, [spec.name for spec in specs], n=3, cutoff=0)
         fail(f"unknown MuJoCo task {env_id!r}; the closest names are {', '.join(closest)}")
     return known[env_id.lower()]
 
 
 def make_env(env_id: str) -> gymnasium.Env:
     """The task with its own time limit, 1,000 steps in those of the paper [H], and actions scaled to [-1, 1]."""
-    name = canonical_name(env_id)
     mujoco.set_mju_user_warning(lambda message: None)  # of model files, which are Gymnasium's and not the user's
-    try:
-        env = gymnasium.make(name, disable_env_checker=True)
-    except (gymnasium.error.Error, ImportError) as error:
-        fail(f"{name} cannot be made: {error}")
+    env = gymnasium.make(canonical_name(env_id), disable_env_checker=True)
     mujoco.set_mju_user_warning(None)
-    spaces = env.observation_space, env.action_space
-    vectors = all(isinstance(space, gymnasium.spaces.Box) and len(space.shape) == 1 for space in spaces)
-    if not vectors or not env.action_space.is_bounded():
-        fail(f"{name} has {spaces}: observations and bounded actions must be vectors of numbers, as in HalfCheetah")
     return gymnasium.wrappers.RescaleAction(env, np.float32(-1), np.float32(1))  # plain floats draw a warning
 
 
@@ -329,8 +320,7 @@ def init_agent(args: Args, actor: Actor, critic: Critic, key: jax.Array, observa
 # ---- Learning --------------------------------------------------------------------------------------------------------
 def soft_values(actor: Actor, critic: Critic, state: AgentState, critic_pair, observations: jax.Array, noise):
     """min_i Q_i(s, a) - alpha log pi(a | s) for a drawn action a in each state s, and log pi(a | s); both (batch,)."""
-    mean, log_std = actor.apply(state.actor_params, observations)
-    actions, log_probs = squashed_gaussian(mean, log_std, noise)
+    actions, log_probs = squashed_gaussian(*actor.apply(state.actor_params, observations), noise)
     q_values = jax.vmap(critic.apply, in_axes=(0, None, None))(critic_pair, observations, actions)  # (2, batch)
     return q_values.min(axis=0) - jnp.exp(state.log_temperature) * log_probs, log_probs
 
@@ -457,7 +447,7 @@ def train(args: Args) -> Path:
         observation, _ = env.reset(seed=seed)
         for action in played:  # the same seed and actions lead to the same observation each time
             observation = env.step(action)[0]
-        for step in run.steps():  # l. 2
+        for step in run.steps(args.learning_starts):  # l. 2
             if step <= args.learning_starts:
                 action = rng.uniform(-1, 1, n_actions).astype(np.float32)  # as the memory stores it
             else:
@@ -469,7 +459,6 @@ def train(args: Args) -> Path:
                 with_actor = step % args.policy_delay == 0
                 state, new_metrics = learn(args, actor, critic, state, batches, noise, delays, with_actor)  # l. 4-12
                 metrics |= new_metrics
-                run.clock = run.clock or (step, time.perf_counter())  # the first update compiles: speed counts from now
             action = np.asarray(action)  # waits for the action, not for the update after it
             if not np.isfinite(action).all():
                 fail(f"the actor has diverged at step {step - 1}; try a lower --learning-rate")
@@ -515,10 +504,8 @@ def write_npz(path: Path, about: dict, tree, save=np.savez) -> None:
     """The tree's arrays by name, and `about` as JSON: there as a whole or not at all, even if the power fails."""
     leaves, temporary = jax.tree.leaves_with_path(jax.device_get(tree)), Path(f"{path}.tmp")
     arrays = {jax.tree_util.keystr(name, simple=True, separator="/"): x for name, x in leaves}
-    about = about | {"arrays": list(arrays)}  # a damaged zip file may seem to have fewer
-    with open(temporary, "wb") as file:
-        save(file, about=json.dumps(about, default=lambda x: str(x) if isinstance(x, Path) else float(x)), **arrays)
-        file.flush()
+    with open(temporary, "wb", buffering=0) as file:
+        save(file, about=json.dumps(about | {"arrays": list(arrays)}, default=float), **arrays)
         os.fsync(file.fileno())
     temporary.replace(path)
 
@@ -527,7 +514,7 @@ def read_npz(path: Path) -> tuple[dict, dict]:
     with open(path, "rb") as file, contextlib.suppress(Exception), np.load(file) as arrays:  # damage has many kinds
         if arrays.zip.testzip() is None:  # all checksums are right; np.load does not look at all bytes
             about = json.loads(str(arrays["about"]))
-            return about, {name: arrays[name] for name in about["arrays"]}
+            return about, {name: arrays[name] for name in about["arrays"]}  # damage can hide an array of a zip file
     fail(f"{path} is damaged")
 
 
@@ -537,8 +524,7 @@ class Run:
     def __init__(self, args: Args):
         name = f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{time.time():.3f}"
         self.args, self.folder, self.step = args, args.resume or args.runs_dir / name, 0
-        self.stop_signal, self.stopped, self.latest, self.shown = None, False, {}, time.perf_counter()
-        self.clock, self.sps = None, 0.0  # step and time of the first update, steps in a second since then
+        self.stop_signal, self.stopped, self.latest, self.sps, self.shown = None, False, {}, 0.0, time.perf_counter()
         self.lock = filelock.FileLock(self.folder / "in_use.lock").acquire(blocking=False).lock  # makes the folder, too
         if not args.resume:
             (self.folder / "args.json").write_text(json.dumps(vars(args), indent=2, default=str))
@@ -556,18 +542,19 @@ class Run:
         self.stop_signal = signum  # the run ends after its current step
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C ends it at once
 
-    def steps(self, stride: int = 1):
+    def steps(self, learning_starts: int = 0, stride: int = 1):
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, self.interrupt)
         print(f"Run folder {self.folder}, on the {jax.default_backend().upper()}, after {self.step:,} steps")
         with contextlib.closing(Writer(str(self.folder))) as self.writer:
-            if self.step == 0:
-                self.log({"sparsity/target": 0.0})
+            timed_from = max(self.step, learning_starts) + 100  # by then updates run, and have compiled
             while self.step < self.args.total_timesteps and not self.stopped:
                 self.step += stride
                 yield self.step
-                if self.clock and self.clock[0] < self.step:
-                    self.sps = (self.step - self.clock[0]) / (time.perf_counter() - self.clock[1])
+                if self.step <= timed_from:
+                    start = time.perf_counter()
+                else:
+                    self.sps = (self.step - timed_from) / (time.perf_counter() - start)
                     if self.step % LOG_PERIOD == 0:
                         self.log({"charts/SPS": self.sps})
                 if time.perf_counter() - self.shown > (0.5 if sys.stdout.isatty() else 30):  # seconds
@@ -617,7 +604,8 @@ class Run:
                 files[path.name] = path.stat().st_size
             about = {"step": self.step, "rng": rng.bit_generator.state, "files": files, "notes": notes}
             write_npz(self.folder / "checkpoint.npz", about, tree)
-        about = {"script": Path(__file__).stem, "args": vars(self.args) | {"resume": None}, "step": self.step}
+        flags = json.loads((self.folder / "args.json").read_text())
+        about = {"script": Path(__file__).stem, "args": flags, "step": self.step}
         write_npz(self.folder / "policy.npz", about, policy, np.savez_compressed)
         self.stopped = self.stop_signal is not None and self.step < self.args.total_timesteps
 

@@ -422,11 +422,10 @@ def train(args: Args) -> Path:
         # XLA runs the body of a loop on one thread, six times slower than without a loop.
         periods = args.checkpoint_period, args.pruning_period, args.target_period, args.epoch_steps
         n_updates = 1 if jax.default_backend() == "cpu" else math.gcd(100, *periods, args.total_timesteps, run.step)
-        for step in run.steps(n_updates):  # l. 2
+        for step in run.steps(stride=n_updates):  # l. 2
             batches = [data.sample(args.batch_size) for _ in range(n_updates)]  # l. 7
             batches = jax.tree.map(lambda *x: np.stack(x), *batches)
             state, metrics = learn_many(args, network, state, batches)  # l. 8-11
-            run.clock = run.clock or (step, time.perf_counter())  # the first update compiles: speed counts from now
             if not np.isfinite(metrics["losses/cql_loss"]):
                 fail(f"the network has diverged at step {step}; try a lower --learning-rate")
 
@@ -453,10 +452,8 @@ def write_npz(path: Path, about: dict, tree, save=np.savez) -> None:
     """The tree's arrays by name, and `about` as JSON: there as a whole or not at all, even if the power fails."""
     leaves, temporary = jax.tree.leaves_with_path(jax.device_get(tree)), Path(f"{path}.tmp")
     arrays = {jax.tree_util.keystr(name, simple=True, separator="/"): x for name, x in leaves}
-    about = about | {"arrays": list(arrays)}  # a damaged zip file may seem to have fewer
-    with open(temporary, "wb") as file:
-        save(file, about=json.dumps(about, default=lambda x: str(x) if isinstance(x, Path) else float(x)), **arrays)
-        file.flush()
+    with open(temporary, "wb", buffering=0) as file:
+        save(file, about=json.dumps(about | {"arrays": list(arrays)}, default=float), **arrays)
         os.fsync(file.fileno())
     temporary.replace(path)
 
@@ -465,7 +462,7 @@ def read_npz(path: Path) -> tuple[dict, dict]:
     with open(path, "rb") as file, contextlib.suppress(Exception), np.load(file) as arrays:  # damage has many kinds
         if arrays.zip.testzip() is None:  # all checksums are right; np.load does not look at all bytes
             about = json.loads(str(arrays["about"]))
-            return about, {name: arrays[name] for name in about["arrays"]}
+            return about, {name: arrays[name] for name in about["arrays"]}  # damage can hide an array of a zip file
     fail(f"{path} is damaged")
 
 
@@ -475,8 +472,7 @@ class Run:
     def __init__(self, args: Args):
         name = f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{time.time():.3f}"
         self.args, self.folder, self.step = args, args.resume or args.runs_dir / name, 0
-        self.stop_signal, self.stopped, self.latest, self.shown = None, False, {}, time.perf_counter()
-        self.clock, self.sps = None, 0.0  # step and time of the first update, steps in a second since then
+        self.stop_signal, self.stopped, self.latest, self.sps, self.shown = None, False, {}, 0.0, time.perf_counter()
         self.lock = filelock.FileLock(self.folder / "in_use.lock").acquire(blocking=False).lock  # makes the folder, too
         if not args.resume:
             (self.folder / "args.json").write_text(json.dumps(vars(args), indent=2, default=str))
@@ -494,18 +490,19 @@ class Run:
         self.stop_signal = signum  # the run ends after its current step
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C ends it at once
 
-    def steps(self, stride: int = 1):
+    def steps(self, learning_starts: int = 0, stride: int = 1):
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, self.interrupt)
         print(f"Run folder {self.folder}, on the {jax.default_backend().upper()}, after {self.step:,} steps")
         with contextlib.closing(Writer(str(self.folder))) as self.writer:
-            if self.step == 0:
-                self.log({"sparsity/target": 0.0})
+            timed_from = max(self.step, learning_starts) + 100  # by then updates run, and have compiled
             while self.step < self.args.total_timesteps and not self.stopped:
                 self.step += stride
                 yield self.step
-                if self.clock and self.clock[0] < self.step:
-                    self.sps = (self.step - self.clock[0]) / (time.perf_counter() - self.clock[1])
+                if self.step <= timed_from:
+                    start = time.perf_counter()
+                else:
+                    self.sps = (self.step - timed_from) / (time.perf_counter() - start)
                     if self.step % LOG_PERIOD == 0:
                         self.log({"charts/SPS": self.sps})
                 if time.perf_counter() - self.shown > (0.5 if sys.stdout.isatty() else 30):  # seconds
@@ -555,7 +552,8 @@ class Run:
                 files[path.name] = path.stat().st_size
             about = {"step": self.step, "rng": rng.bit_generator.state, "files": files, "notes": notes}
             write_npz(self.folder / "checkpoint.npz", about, tree)
-        about = {"script": Path(__file__).stem, "args": vars(self.args) | {"resume": None}, "step": self.step}
+        flags = json.loads((self.folder / "args.json").read_text())
+        about = {"script": Path(__file__).stem, "args": flags, "step": self.step}
         write_npz(self.folder / "policy.npz", about, policy, np.savez_compressed)
         self.stopped = self.stop_signal is not None and self.step < self.args.total_timesteps
 

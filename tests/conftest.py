@@ -7,10 +7,11 @@ import tempfile
 
 import pytest
 
-folder = tempfile.mkdtemp()
-atexit.register(shutil.rmtree, folder)
-os.environ["JAX_COMPILATION_CACHE_DIR"] = folder  # read when jax is imported
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.5"
+if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers of a parallel run share it
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = folder  # read when jax is imported
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -4,7 +4,7 @@ import logging
 import re
 
 import jax
-import probe  # noqa: F401 (registers the task)
+import mujoco_probe  # noqa: F401 (registers the task)
 import pytest
 from catch import CatchEnv
 from common import TINY

@@ -164,7 +164,7 @@ def test_offline_learning_beats_the_policy_that_made_the_data(script, catch):
     assert curves["eval/episodic_return"][-1][1] > recorded + 0.8
     assert max(values[-1][1] for tag, values in curves.items() if tag.startswith("sparsity/network")) > 0.05
     updates = [step for step, _ in curves["sparsity/target"]]
-    assert updates == list(range(0, 1_501, 50))  # t counts gradient steps
+    assert updates == list(range(50, 1_501, 50))  # t counts gradient steps
     if script is polyprune_cql_atari:
         assert curves["sparsity/target"][-1][1] == pytest.approx(0.7)
 
@@ -189,6 +189,7 @@ def test_the_loss_is_cumulated_from_one_target_update_to_the_next(script, catch,
     np.testing.assert_allclose(means, np.reshape(losses, (3, 50)).sum(axis=1), rtol=1e-4)
 
 
+@pytest.mark.slow
 @BOTH
 def test_seeds_decide_everything(script, catch):
     record_catch(catch["dataset_dir"], 1_300, 0.7)
@@ -198,6 +199,7 @@ def test_seeds_decide_everything(script, catch):
     assert any((x != y).any() for x, y in zip(jax.tree.leaves(weights[0]), jax.tree.leaves(weights[2])))
 
 
+@pytest.mark.slow
 def test_from_nothing_to_an_offline_agent_in_four_commands(tmp_path):
     small, data = " --env-id Pong --features 4 4 4 8", tmp_path / "data"
     flags = "--final-sparsity 0 --total-timesteps 400 --learning-starts 300 --buffer-size 400"
@@ -218,5 +220,5 @@ def test_from_nothing_to_an_offline_agent_in_four_commands(tmp_path):
         curves = scalars(run)
         assert [step for step, _ in curves["eval/episodic_return"]] == [20, 40]
         assert all(value == int(value * 2) / 2 for _, value in curves["eval/episodic_return"])
-        assert [step for step, _ in curves["sparsity/target"]] == [0, 10, 20, 30, 40]
+        assert [step for step, _ in curves["sparsity/target"]] == [10, 20, 30, 40]
         assert "40/40 steps" in result.stdout

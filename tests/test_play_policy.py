@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from catch import CatchEnv
 from common import TINY, assert_trees_equal
-from probe import Probe
+from mujoco_probe import Probe
 
 import eaudecql_atari
 import eaudedqn_atari
@@ -53,8 +53,8 @@ def actor_network(sparsity, features, n_observations=11, n_actions=3):
 
 
 def write_policy(path, script, networks, **flags):
-    args = script.Args(**flags)
-    about = {"script": script.__name__, "args": vars(args), "step": 70}
+    args = json.loads(json.dumps(vars(script.Args(**flags)), default=str))
+    about = {"script": script.__name__, "args": args, "step": 70}
     eaudedqn_atari.write_npz(path, about, networks, np.savez_compressed)
     return path
 
@@ -64,7 +64,7 @@ def atari_policy(path, script=eaudedqn_atari, sparsity=0.5, features=TINY, n_act
     return write_policy(path, script, {"target": params}, env_id=env_id, features=features, **flags)
 
 
-def mujoco_policy(path, script=eaudesac_mujoco, env_id="Probe-v0", sparsity=0.5, n_observations=2, n_actions=2):
+def mujoco_policy(path, script=eaudesac_mujoco, env_id="Probe-v5", sparsity=0.5, n_observations=2, n_actions=2):
     _, actor = actor_network(sparsity, (8, 8), n_observations, n_actions)
     critic = eaudesac_mujoco.Critic((8,))
     inputs = np.zeros(n_observations), np.zeros(n_actions)
@@ -122,7 +122,23 @@ def test_kernels_are_sparse_only_where_that_is_faster():
     assert sparse_layers(q_network(0.86, features)[1]) == [True, True, True, True, False]
     assert sparse_layers(q_network(0.95, (8, 8, 8, 16))[1]) == [True, True, True, False, False]  # 15,488 in the matrix
     assert sparse_layers(actor_network(0.95, (256, 256))[1]) == [False] * 3
-    assert sparse_layers(actor_network(0.95, (512, 512))[1]) == [False, True, False]  # 262,144 in the second
+    assert sparse_layers(actor_network(0.95, (512, 512))[1]) == [False] * 3  # few units of the second layer are used
+    assert sparse_layers(actor_network(0.95, (512, 2048))[1]) == [False, True, False]
+
+
+def test_hidden_units_that_nobody_sees_are_left_out():
+    """Backwards: units 1 and 2 of the last hidden layer reach no output; then unit 0 before them reaches nobody."""
+    kernels = np.ones((2, 3)), np.array([[0, 1, 1], [1, 0, 0], [1, 1, 1]]), np.array([[1, 1], [0, 0], [0, 0]])
+    kernels = [x.astype(np.float32) for x in kernels]
+    layers = {f"Dense_{i}": {"kernel": x, "bias": np.ones(x.shape[1])} for i, x in enumerate(kernels)}
+    params = layers | {"Dense_3": layers["Dense_2"]}  # the head of an actor that does not play
+    kept = make_layers({"params": params})
+    assert [layer.kernel.shape for layer in kept] == [(2, 2), (1, 2), (2, 1)]
+    assert [len(layer.bias) for layer in kept] == [2, 1, 2]
+    x = np.array([[0.3, -0.2], [2.0, 1.0]])
+    full = play_policy.forward(make_layers({"params": params}, sparse=False), x)
+    np.testing.assert_array_equal(actor_mean({"params": params}, x), full)
+    assert [x["kernel"].shape for x in params.values()] == [(2, 3), (3, 3), (3, 2), (3, 2)]  # as they were
 
 
 def test_the_network_that_is_played_needs_neither_jax_nor_more_than_one_thread(tmp_path):
@@ -266,8 +282,8 @@ def probe_envs(monkeypatch):
         return envs[-1]
 
     gymnasium = play_policy.gymnasium
-    spec = dataclasses.replace(gymnasium.spec("Probe-v0"), entry_point=make)
-    monkeypatch.setitem(gymnasium.registry, "Probe-v0", spec)
+    spec = dataclasses.replace(gymnasium.spec("Probe-v5"), entry_point=make)
+    monkeypatch.setitem(gymnasium.registry, "Probe-v5", spec)
     return envs
 
 
@@ -316,7 +332,7 @@ def test_policies_of_both_mujoco_scripts_are_played_and_filmed(script, tmp_path,
     play_policy.main(Args(path, episodes=3, video=video))
     lines = capsys.readouterr().out.splitlines()
     assert re.match(
-        rf"Probe-v0, {script.__name__}\.py after 70 steps, sparsity of actor 0\.\d+, critic_0 0\.", lines[0]
+        rf"Probe-v5, {script.__name__}\.py after 70 steps, sparsity of actor 0\.\d+, critic_0 0\.", lines[0]
     )
     assert "Return 5.0 +- 0.0, mean and standard deviation of 3 episodes" in lines
     network, params = actor_network(0.5, (8, 8), 2, 2)
@@ -411,7 +427,9 @@ def test_the_price_list_counts_the_network_that_plays(tmp_path, probe_envs, catc
         assert numbers[0] == [compressed, 4 * sum(x.size for x in tensors)]
         assert numbers[1] == [sum(map(np.count_nonzero, kernels)), sum(x.size for x in kernels)]
         assert min(numbers[2]) > 0
-        assert rows[4] == f"Sparse products in {'3 of 5' if name == 'target' else '0 of 3'} layers"
+        output = kernels[-1] if name == "target" else kernels[-2]  # the last of an actor does not play
+        n_idle, n_sparse = np.sum(~output.any(axis=1)), "3 of 5" if name == "target" else "0 of 3"
+        assert rows[4] == f"Sparse products in {n_sparse} layers, {n_idle} hidden units without a use left out"
 
 
 def test_progress_is_plain_lines_without_a_terminal_and_one_line_in_it(tmp_path, catch_envs, capsys, monkeypatch):
@@ -531,7 +549,7 @@ def test_a_machine_that_cannot_draw_is_told_before_it_plays(tmp_path, capsys, pr
     monkeypatch.setattr(Filmed, "render", render)
     path = mujoco_policy(tmp_path / "policy.npz")
     error = refused(Args(path, video=tmp_path / "out.gif"), capsys)
-    assert error == "error: Probe-v0 cannot be filmed here: no screen\n"
+    assert error == "error: Probe-v5 cannot be filmed here: no screen\n"
     assert not any(env.actions for env in probe_envs)
     assert list(tmp_path.iterdir()) == [path]
 
