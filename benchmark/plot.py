@@ -1,0 +1,354 @@
+"""The raw curves of a study as a CSV file, and the figures and tables that are made from these files alone.
+
+python benchmark/plot.py runs/small_mujoco     # writes benchmark/results/small_mujoco.csv
+python benchmark/plot.py                       # draws all figures, prints all tables
+python benchmark/plot.py --only regimes        # one of them
+"""
+
+import csv
+import dataclasses
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import scipy.stats
+import tyro
+
+matplotlib.use("Agg")  # no screen is needed
+import matplotlib.pyplot as plt
+
+RESULTS = Path(__file__).resolve().parent / "results"
+TAGS = r"eval/episodic_return|charts/episodic_return|sparsity/target|losses/cumulated(_\d)?"  # what the figures need
+POPULATION_TAGS = r"(sparsity/network|losses/cumulated|population/parent)_\d"
+N_POINTS = 50  # of a curve in a CSV file
+N_RESAMPLES = 2_000  # of a bootstrap interval
+COLUMNS = "study", "variant", "env", "seed", "tag", "step", "value"
+# Colours of Okabe and Ito, which colour-blind people can tell apart; each algorithm has its own kind of line, too.
+DENSE, EAUDE, POLYPRUNE, ORACLE = ("#000000", ":"), ("#D55E00", "-"), ("#0072B2", "--"), ("#009E73", "-.")
+Curves = dict[str, tuple[np.ndarray, np.ndarray]]  # {tag: (steps, values)} of one run
+Study = dict[tuple[str, str], list[Curves]]  # {(variant, env): a run for each seed}
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+    folder: tyro.conf.Positional[Path | None] = None  # of a study's runs, of which the CSV file is written
+    only: str | None = None  # name of the figure to draw, in place of all
+
+
+# ---- From runs to CSV files ------------------------------------------------------------------------------------------
+def read_events(folder: Path) -> Curves:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events, curves = EventAccumulator(str(folder), size_guidance={"tensors": 0}).Reload(), {}
+    for tag in events.Tags()["tensors"]:
+        points = [(event.step, event.tensor_proto.float_val[0]) for event in events.Tensors(tag)]
+        curves[tag] = np.array([step for step, _ in points]), np.array([value for _, value in points])
+    return curves
+
+
+def thin(steps: np.ndarray, values: np.ndarray, total: int, mean: bool) -> tuple[np.ndarray, np.ndarray]:
+    """At most N_POINTS, each at the end of an equal part of the run: the mean over the part, or its last value."""
+    if len(steps) <= N_POINTS:
+        return steps, values
+    parts = np.ceil(steps * N_POINTS / total).astype(int)
+    ends = [np.flatnonzero(parts == part) for part in np.unique(parts)]
+    return np.unique(parts) * total // N_POINTS, np.array([values[i].mean() if mean else values[i[-1]] for i in ends])
+
+
+def collect(folder: Path) -> Path:
+    """Of the finished runs of a sweep."""
+    import json
+
+    rows, study = [], folder.resolve().name
+    for path in sorted(folder.glob("*/*/policy.npz")):
+        if "\nFinished after " not in (path.parent.parent / "log").read_text():
+            continue
+        env, _, variant, seed = path.parent.parent.name.split("__")
+        total = json.loads((path.parent / "args.json").read_text())["total_timesteps"]
+        curves = read_events(path.parent)
+        if "eval/episodic_return" in curves:
+            del curves["charts/episodic_return"]
+        for tag, points in curves.items():
+            if re.fullmatch(POPULATION_TAGS if study == "population" else TAGS, tag):
+                points = thin(*points, total, mean=not tag.startswith("sparsity"))
+                rows += [(study, variant, env, seed, tag, step, f"{value:.5g}") for step, value in zip(*points)]
+    if not rows:
+        sys.exit(f"error: there is no finished run of a sweep in {folder}")
+    RESULTS.mkdir(exist_ok=True)
+    with open(RESULTS / f"{study}.csv", "w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows])
+    return RESULTS / f"{study}.csv"
+
+
+def load_study(*names: str) -> Study:
+    """Of one or more CSV files, as if they were one."""
+    points, runs = defaultdict(list), defaultdict(dict)
+    for name in names:
+        with open(RESULTS / f"{name}.csv", newline="") as file:
+            for row in csv.DictReader(file):
+                key = row["variant"], row["env"], int(row["seed"]), row["tag"]
+                points[key].append((int(row["step"]), float(row["value"])))
+    for (variant, env, seed, tag), values in points.items():
+        runs[variant, env, seed][tag] = tuple(np.array(values).T)
+    study = defaultdict(list)
+    for variant, env, seed in sorted(runs):
+        study[variant, env].append(runs[variant, env, seed])
+    return dict(study)
+
+
+# ---- Statistics ------------------------------------------------------------------------------------------------------
+def iqm(scores: np.ndarray) -> float:
+    """Inter-quartile mean: of what is left without the lowest and the highest quarter (Agarwal et al., 2021)."""
+    return float(scipy.stats.trim_mean(scores, 0.25, axis=None))
+
+
+def bootstrap_interval(scores: np.ndarray, statistic: Callable = iqm) -> tuple[float, float]:
+    """95 % of the statistic if seeds are drawn anew with replacement, within each task. `scores` is (tasks, seeds)."""
+    rng, (n_tasks, n_seeds) = np.random.default_rng(0), scores.shape
+    drawn = rng.integers(n_seeds, size=(N_RESAMPLES, n_tasks, n_seeds))
+    values = [statistic(np.take_along_axis(scores, seeds, axis=1)) for seeds in drawn]
+    return tuple(np.percentile(values, (2.5, 97.5)))
+
+
+def final_return(run: Curves) -> float:
+    """The mean of the last three evaluations; online on Atari that of the episodes of the last tenth of the run."""
+    if "eval/episodic_return" in run:
+        return run["eval/episodic_return"][1][-3:].mean()
+    steps, returns = run["charts/episodic_return"]
+    return returns[steps > 0.9 * steps[-1]].mean()
+
+
+def final_sparsity(run: Curves) -> float:
+    return run["sparsity/target"][1][-1]
+
+
+def with_interval(scores: np.ndarray, digits: int) -> str:
+    low, high = bootstrap_interval(scores[None], np.mean)
+    return f"{scores.mean():,.{digits}f} ({low:,.{digits}f} to {high:,.{digits}f})"
+
+
+def print_table(title: str, study: Study) -> None:
+    """Final returns and sparsities: the mean over seeds and its interval."""
+    print(f"\n{title}\n\n| task | variant | seeds | final return | final sparsity |\n|---|---|---|---|---|")
+    for variant, env in sorted(study, key=lambda key: (key[1], list(study).index(key))):
+        runs = study[variant, env]
+        returns, sparsities = np.array([[final_return(run), final_sparsity(run)] for run in runs]).T
+        digits = 0 if abs(returns.mean()) > 100 else 1
+        print(
+            f"| {env} | {variant} | {len(runs)} | {with_interval(returns, digits)} | {with_interval(sparsities, 3)} |"
+        )
+
+
+# ---- Parts of figures ------------------------------------------------------------------------------------------------
+def new_figure(n_rows: int, n_columns: int, width: float, height: float):
+    """Sizes in inches, shown at 100 pixels to the inch."""
+    figure, axes = plt.subplots(n_rows, n_columns, figsize=(width, height), squeeze=False, layout="constrained")
+    for panel in axes.ravel():
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(alpha=0.3)
+    return figure, axes
+
+
+def set_labels(panel, x: str, y: str, title: str = "") -> None:
+    panel.set(xlabel=x, ylabel=y, title=title)
+    if "steps" in x:
+        panel.xaxis.set_major_formatter(lambda step, _: f"{step / 1_000:g}k")
+
+
+def seeds_of(runs: list[Curves], tag: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps, and the values of all seeds at each of them: (seeds, steps). Between two points a curve is a line."""
+    steps = np.unique(np.concatenate([run[tag][0] for run in runs]))
+    return steps, np.array([np.interp(steps, *run[tag]) for run in runs])
+
+
+def draw_curves(panel, runs: list[Curves], tag: str, style: tuple[str, str], label: str | None = None) -> None:
+    """The mean over seeds, and from the lowest to the highest of them."""
+    steps, values = seeds_of(runs, tag)
+    panel.plot(steps, values.mean(axis=0), color=style[0], linestyle=style[1], label=label)
+    panel.fill_between(steps, values.min(axis=0), values.max(axis=0), color=style[0], alpha=0.15, linewidth=0)
+
+
+def draw_point(panel, x: np.ndarray, y: np.ndarray, statistic: Callable, **options) -> None:
+    """Of two statistics of (tasks, seeds), with their intervals."""
+    points = [(statistic(z), *bootstrap_interval(z, statistic)) for z in (x, y)]
+    x_error, y_error = [[[middle - low], [high - middle]] for middle, low, high in points]
+    panel.errorbar(points[0][0], points[1][0], y_error, x_error, capsize=2, **options)
+
+
+def final(runs: list[Curves]) -> tuple[np.ndarray, np.ndarray]:
+    """Sparsities and returns at the end, of all seeds."""
+    return np.array([final_sparsity(run) for run in runs]), np.array([final_return(run) for run in runs])
+
+
+# ---- Figures ---------------------------------------------------------------------------------------------------------
+def draw_mujoco():
+    study, tag = load_study("small_mujoco"), "eval/episodic_return"
+    print_table("MuJoCo, 100,000 steps", study)
+    envs = sorted({env for _, env in study})
+    figure, axes = new_figure(2, len(envs) + 1, 11, 5)
+    scales = [final(study["dense", env])[1].mean() for env in envs]
+    for variant, (style, name) in ALGORITHMS.items():
+        label = name.format("SAC")
+        for column, env in enumerate(envs):
+            draw_curves(axes[0, column], study[variant, env], tag, style, label if column == 0 else None)
+            draw_curves(axes[1, column], study[variant, env], "sparsity/target", style)
+            set_labels(axes[0, column], "", "return" if column == 0 else "", env)
+            set_labels(axes[1, column], "environment steps", "sparsity of the critics" if column == 0 else "")
+        steps = seeds_of(study[variant, envs[0]], tag)[0]
+        scores = np.stack([seeds_of(study[variant, env], tag)[1] / scale for env, scale in zip(envs, scales)])
+        intervals = [bootstrap_interval(scores[:, :, i]) for i in range(len(steps))]
+        axes[0, -1].plot(steps, [iqm(scores[:, :, i]) for i in range(len(steps))], color=style[0], linestyle=style[1])
+        axes[0, -1].fill_between(steps, *np.transpose(intervals), color=style[0], alpha=0.15, linewidth=0)
+        sparsities, returns = np.moveaxis([final(study[variant, env]) for env in envs], 1, 0)
+        returns = returns / np.array(scales)[:, None]
+        draw_point(axes[1, -1], sparsities, returns, iqm, color=style[0], marker="o")
+        print(f"{label}: IQM of normalised final returns {iqm(returns):.2f} ", bootstrap_interval(returns))
+    set_labels(axes[0, -1], "", "return / dense SAC's at its end", "IQM of all tasks")
+    set_labels(axes[1, -1], "sparsity at the end", "return at the end")
+    figure.legend(loc="outside upper center", ncols=4)
+    return figure
+
+
+def draw_regimes():
+    study = load_study("small_mujoco", "small_regimes")
+    study = {key: runs for key, runs in study.items() if key[1] == "HalfCheetah" and key[0] != "oracle"}
+    print_table("Regimes, HalfCheetah, 100,000 steps", study)
+    figure, ((left, right),) = new_figure(1, 2, 9, 3.6)
+    families = {"EauDeSAC": ("eaude", "eaude_10", "eaude_30")}
+    families["PolyPruneSAC"] = "dense", "polyprune_50", "polyprune_80", "polyprune_90", "polyprune", "polyprune_99"
+    texts = {"eaude": "$U_{max}$ = 3", "eaude_10": "10", "eaude_30": "30", "dense": "dense"}
+    for (name, variants), style in zip(families.items(), (EAUDE, POLYPRUNE)):
+        points = [final(study[variant, "HalfCheetah"]) for variant in variants]
+        x, y = np.mean(points, axis=2).T
+        left.plot(x, y, color=style[0], linestyle=style[1], label=name)
+        for variant, (sparsities, returns) in zip(variants, points):
+            draw_point(left, sparsities[None], returns[None], np.mean, color=style[0], marker="o", markersize=4)
+            at = sparsities.mean(), returns.mean()
+            left.annotate(texts.get(variant, ""), at, (5, 5), textcoords="offset points", color=style[0])
+    for variant, line in zip(families["EauDeSAC"], ("-", "--", ":")):
+        label = f"$U_{{max}}$ = {variant.partition('_')[2] or 3}"
+        draw_curves(right, study[variant, "HalfCheetah"], "sparsity/target", (EAUDE[0], line), label)
+    set_labels(left, "sparsity of the critics at the end", "return at the end")
+    set_labels(right, "environment steps", "sparsity of the critics")
+    left.legend()
+    right.legend()
+    return figure
+
+
+def draw_sizes():
+    study = load_study("small_mujoco", "small_sizes")
+    variants = {"eaude_32": "32-32", "eaude": "256-256", "eaude_512": "512-512"}
+    study = {key: runs for key, runs in study.items() if key[0] in variants and key[1] == "HalfCheetah"}
+    print_table("Sizes of the critics, HalfCheetah, 100,000 steps", study)
+    figure, ((left, right),) = new_figure(1, 2, 9, 3.4)
+    styles = ("#56B4E9", ":"), EAUDE, ("#882255", "--")
+    for (variant, _), style in zip(study, styles):
+        draw_curves(left, study[variant, "HalfCheetah"], "eval/episodic_return", style, variants[variant])
+        draw_curves(right, study[variant, "HalfCheetah"], "sparsity/target", style)
+    set_labels(left, "environment steps", "return")
+    set_labels(right, "environment steps", "sparsity of the critics")
+    left.legend(title="EauDeSAC, critics")
+    return figure
+
+
+def draw_atari():
+    study, tags = load_study("small_atari"), ("charts/episodic_return", "sparsity/target")
+    print_table("Pong", study)
+    figure, (panels,) = new_figure(1, 2, 9, 3.4)
+    for (variant, _), runs in study.items():
+        style, name = ALGORITHMS[variant]
+        for panel, tag in zip(panels, tags):
+            draw_curves(panel, runs, tag, style, name.format("DQN"))
+    set_labels(panels[0], "environment steps", "return in training")
+    set_labels(panels[1], "environment steps", "sparsity of the target")
+    panels[0].legend()
+    return figure
+
+
+def draw_offline():
+    study, tags = load_study("small_offline"), ("eval/episodic_return", "sparsity/target", "losses/cumulated")
+    print_table("Pong, offline", study)
+    for runs in study.values():
+        for run in runs:  # of a population the loss of the network that was chosen, the lowest
+            losses = [run.pop(tag) for tag in list(run) if tag.startswith("losses/cumulated_")]
+            run |= {"losses/cumulated": (losses[0][0], np.min([x for _, x in losses], axis=0))} if losses else {}
+    figure, (panels,) = new_figure(1, 3, 11, 3.2)
+    for (variant, _), runs in study.items():
+        style, name = ALGORITHMS[variant]
+        for panel, tag in zip(panels, tags):
+            draw_curves(panel, runs, tag, style, name.format("CQL"))
+    for panel, label in zip(panels, ("return", "sparsity of the target", "loss between two target updates")):
+        set_labels(panel, "gradient steps", label)
+    panels[0].legend()
+    return figure
+
+
+CROWN = [(-1, -0.7), (1, -0.7), (1.2, 0.9), (0.5, 0), (0, 1.1), (-0.5, 0), (-1.2, 0.9), (-1, -0.7)]
+
+
+def draw_population():
+    """A line for each network, at the height of its sparsity, from one target update to the next."""
+    (runs,) = load_study("population").values()
+    (run,) = runs
+    steps, n_networks = run["sparsity/network_0"][0], sum(tag.startswith("sparsity/network") for tag in run)
+    names = "sparsity/network", "losses/cumulated", "population/parent"
+    sparsities, losses, parents = [np.array([run[f"{name}_{k}"][1] for k in range(n_networks)]).T for name in names]
+    heights = sparsities + 0.004 * (np.arange(n_networks) - n_networks // 2)  # beside each other if they are equal
+    period, best = steps[1] - steps[0], losses.argmin(axis=1)
+    figure, ((panel,),) = new_figure(1, 1, 9, 4.4)
+    other, chosen = dict(color="#888888", linewidth=1.2), dict(color=EAUDE[0], linewidth=2.5, zorder=3)
+    lost = dict(color="black", marker="x", linestyle="", markersize=6, zorder=4)
+    crown = dict(color="#F0E442", marker=CROWN, linestyle="", markeredgecolor="black", markersize=13, zorder=5)
+    for i, step in enumerate(steps):
+        for k in range(n_networks):
+            start = heights[i, k] if i == 0 else heights[i - 1, int(parents[i - 1, k])]
+            times = step - period, step - 0.75 * period, step  # a copy leaves its parent's line after the update
+            panel.plot(times, [start, heights[i, k], heights[i, k]], **(chosen if k == best[i] else other))
+            if k not in parents[i]:
+                panel.plot(step, heights[i, k], **lost)
+        panel.plot(step, heights[i, best[i]], **crown)
+    legend = {
+        "a network of the population; branches are copies, pruned further": other,
+        "the one with the lowest cumulated loss until the next target update": chosen,
+        "there it becomes the target": crown,
+        "not selected: a copy takes its place": lost,
+    }
+    panel.legend([plt.Line2D([], [], **style) for style in legend.values()], legend, loc="lower right")
+    set_labels(panel, "environment steps", "sparsity")
+    return figure
+
+
+ALGORITHMS = {
+    "dense": (DENSE, "dense {}"),
+    "eaude": (EAUDE, "EauDe{}"),
+    "polyprune": (POLYPRUNE, "PolyPrune{}, 0.95"),
+    "oracle": (ORACLE, "PolyPrune{}, oracle"),
+}
+FIGURES = {
+    "population": draw_population,
+    "mujoco": draw_mujoco,
+    "regimes": draw_regimes,
+    "sizes": draw_sizes,
+    "atari": draw_atari,
+    "offline": draw_offline,
+}
+
+
+def main(args: Args) -> None:
+    if args.folder:
+        print(collect(args.folder))
+        return
+    if args.only and args.only not in FIGURES:
+        sys.exit(f"error: --only takes one of {', '.join(FIGURES)}")
+    for name in [args.only] if args.only else FIGURES:
+        figure = FIGURES[name]()
+        figure.savefig(RESULTS / f"{name}.png", dpi=150)
+        print(RESULTS / f"{name}.png")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))

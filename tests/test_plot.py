@@ -1,0 +1,112 @@
+"""Figures: from the events of runs to CSV files, and from these alone to statistics, tables and pictures."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tensorboard.summary import Writer
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "benchmark"))
+
+import plot  # noqa: E402
+
+# np.random.default_rng(0).gamma(2.0, 0.5, size=(5, 3)) + np.array([0.0, 1.0, 3.0]), five seeds of three tasks
+SCORES = np.array(
+    [
+        [0.917155, 1.990271, 0.053205, 1.12828, 1.563142],
+        [2.318849, 1.456615, 1.260075, 1.753088, 1.439643],
+        [3.533179, 3.492283, 3.529073, 3.473477, 3.571416],
+    ]
+)
+
+
+# ---- Statistics ----
+def test_iqm_is_the_mean_without_the_outer_quarters():
+    assert plot.iqm(np.array([[7, 1, 1_000], [5, -1_000, 6], [2, 3, 4]])) == pytest.approx(np.mean([2, 3, 4, 5, 6]))
+    assert plot.iqm(np.array([[1, 2, 3, 4], [5, 6, 7, 80]])) == 4.5
+
+
+def test_iqm_and_its_interval_are_those_of_rliable():
+    """rliable 1.2.0, get_interval_estimates({"a": SCORES.T}, aggregate_iqm, reps=20000) after np.random.seed(0)."""
+    assert plot.iqm(SCORES) == pytest.approx(2.08304928, abs=1e-6)
+    assert plot.bootstrap_interval(SCORES) == pytest.approx((1.84238471, 2.30885596), abs=0.02)
+
+
+def test_seeds_are_drawn_within_each_task():
+    """Tasks that differ, whose seeds do not: there is nothing uncertain."""
+    scores = np.repeat([[0.0], [1.0], [5.0]], 4, axis=1)
+    assert plot.bootstrap_interval(scores) == (plot.iqm(scores), plot.iqm(scores))
+    low, high = plot.bootstrap_interval(np.arange(5.0)[None], np.mean)
+    assert low == pytest.approx(0.8, abs=0.11)  # 2 -+ 1.96 * sqrt(2 / 5), in steps of 1 / 5
+    assert high == pytest.approx(3.2, abs=0.11)
+
+
+# ---- Files ----
+def write_run(folder, name, curves, last_line="Finished after 100 steps"):
+    run = folder / name / "run"
+    run.mkdir(parents=True)
+    (run / "policy.npz").touch()
+    (run / "args.json").write_text('{"total_timesteps": 100}')
+    (run.parent / "log").write_text(f"on 1 cores\n{last_line}")
+    writer = Writer(str(run))
+    for tag, points in curves.items():
+        for step, value in points:
+            writer.add_scalar(tag, value, step)
+    writer.close()
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    monkeypatch.setattr(plot, "RESULTS", tmp_path / "results")
+    return tmp_path / "results"
+
+
+def test_finished_runs_of_a_study_become_one_small_file(tmp_path, results):
+    every_step = [(step, step) for step in range(1, 101)]
+    curves = {"eval/episodic_return": [(50, 5.0), (100, 1 / 3)], "charts/episodic_return": every_step}
+    curves |= {"sparsity/target": every_step, "losses/alpha": every_step, "sparsity/critic_0/network_1": every_step}
+    write_run(tmp_path / "study", "Ant__script__dense__1", curves)
+    write_run(tmp_path / "study", "Ant__script__dense__2", {"charts/episodic_return": every_step})
+    write_run(tmp_path / "study", "Ant__script__dense__3", curves, "Interrupted after 50 steps")
+    assert plot.collect(tmp_path / "study") == results / "study.csv"
+    lines = (results / "study.csv").read_text().splitlines()
+    assert lines[:3] == [
+        "study,variant,env,seed,tag,step,value",
+        "study,dense,Ant,1,eval/episodic_return,50,5",
+        "study,dense,Ant,1,eval/episodic_return,100,0.33333",
+    ]
+    (((variant, env), runs),) = plot.load_study("study").items()
+    assert (variant, env, len(runs)) == ("dense", "Ant", 2)
+    assert set(runs[0]) == {"eval/episodic_return", "sparsity/target"}
+    steps, values = runs[0]["sparsity/target"]  # the last of each part of the run
+    assert steps.tolist() == values.tolist() == list(range(2, 101, 2))
+    steps, values = runs[1]["charts/episodic_return"]  # the mean of each part
+    assert steps.tolist() == list(range(2, 101, 2))
+    assert values.tolist() == [step - 0.5 for step in steps]
+    assert plot.final_return(runs[0]) == pytest.approx((5 + 1 / 3) / 2, abs=1e-4)
+    assert plot.final_return(runs[1]) == np.mean([step - 0.5 for step in range(92, 101, 2)])
+    assert plot.final_sparsity(runs[0]) == 100
+
+
+def test_a_folder_without_finished_runs_is_said(tmp_path, results):
+    with pytest.raises(SystemExit, match="there is no finished run of a sweep in"):
+        plot.main(plot.Args(tmp_path))
+    with pytest.raises(SystemExit, match="--only takes one of population, mujoco, regimes"):
+        plot.main(plot.Args(only="nothing"))
+
+
+# ---- What is in git ----
+@pytest.mark.parametrize("name", plot.FIGURES)
+def test_each_figure_and_table_can_be_made_again_from_the_files_in_git(name, results, capsys):
+    shutil.copytree(ROOT / "benchmark" / "results", results)
+    (results / f"{name}.png").unlink()
+    plot.main(plot.Args(only=name))
+    assert 10_000 < (results / f"{name}.png").stat().st_size < 200_000
+    readme = (results / "README.md").read_text()
+    assert f"{name}.png" in readme
+    assert f"python benchmark/plot.py --only {name}" in readme
+    table = capsys.readouterr().out.rpartition(str(results))[0].strip()
+    assert table in readme
