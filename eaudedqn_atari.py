@@ -72,8 +72,8 @@ class Args:
     epsilon_duration: int = 250_000  # steps over which it falls, linearly
 
 
-SMALLEST = {"seed": 0, "checkpoint_period": 0, "horizon": 2, "buffer_size": 2}  # other whole numbers: 1
-LARGEST = {"seed": 2**31 - 1, "horizon": 2**29 - 1, "max_noise": 1e9, "cql_alpha": 1e9}  # other fractions: 1
+SMALLEST = {"seed": 0, "checkpoint_period": 0, "horizon": 2, "buffer_size": 2}  # all other whole numbers: 1
+LARGEST = {"seed": 2**31 - 1, "horizon": 2**29 - 1, "max_noise": 1e9, "cql_alpha": 1e9}  # all other fractions: 1
 NOT_SMALLER = {"n_networks": "tournament_size", "buffer_size": "batch_size", "total_timesteps": "learning_starts"}
 
 
@@ -85,8 +85,9 @@ def fail(message: str) -> NoReturn:
 
 def check_args(args: Args) -> None:
     for name, value in vars(args).items():
-        smallest = SMALLEST.get(name, 0 if isinstance(value, float) else 1)
-        largest = LARGEST.get(name, 1 if isinstance(value, float) else math.inf)
+        is_fraction = isinstance(getattr(Args, name), float)  # by its default
+        smallest = SMALLEST.get(name, 0 if is_fraction else 1)
+        largest = LARGEST.get(name, 1 if is_fraction else math.inf)
         if isinstance(value, int | float | tuple) and not all(smallest <= x <= largest for x in np.ravel(value)):
             fail(f"--{name.replace('_', '-')} must be from {smallest} to {largest}, not {value}")
     for name, other in NOT_SMALLER.items():
@@ -101,9 +102,8 @@ def load_args(args: Args) -> Args:
     flags = json.loads((args.resume / "args.json").read_text())
     if flags.keys() != vars(args).keys():
         fail(f"{args.resume} is a run of another script")
-    finished = (args.resume / "policy.npz").exists() and not (args.resume / "checkpoint.npz").exists()
-    if finished and flags["checkpoint_period"]:
-        print(f"{args.resume} is finished")
+    if (args.resume / "policy.npz").exists() and not (args.resume / "checkpoint.npz").exists():
+        print(f"{args.resume} is finished, or was stopped without a checkpoint to go on from")
         sys.exit()
     flags = {name: tuple(x) if isinstance(x, list) else x for name, x in flags.items()}
     flags |= {name: Path(x) for name, x in flags.items() if name.endswith("_dir")}
@@ -152,12 +152,12 @@ class Batch(NamedTuple):
 
 
 def frames_on_disk(path: Path, shape: tuple[int, ...]) -> np.ndarray:
-    """An array in a file, which outlives the process. Its room on the disk is taken at once."""
+    """An array in a file, which outlives the process. On Linux its room on the disk is taken at once."""
     n_bytes = math.prod(shape)
     if not path.exists() and n_bytes > shutil.disk_usage(path.parent).free:
         fail(f"{path} needs {n_bytes / 1e9:,.1f} GB: lower --buffer-size, or keep it in RAM with --checkpoint-period 0")
     with open(path, "ab") as file:
-        if hasattr(os, "posix_fallocate"):  # not on macOS
+        if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, n_bytes)  # what is there already stays
     return np.memmap(path, np.uint8, "r+", shape=shape)
 
@@ -213,7 +213,7 @@ class QNetwork(nn.Module):
         self.hidden = nn.Dense(self.features[3], kernel_init=xavier_uniform, name="Dense_0")
         self.output = nn.Dense(self.n_actions, kernel_init=xavier_uniform, name="Dense_1")
 
-    # Apart, as a population is fastest on a CPU if the torsos are a loop and the heads one batched product.
+    # Two parts, as a population is fastest on a CPU if the torsos are a loop and the heads one batched product.
     def torso(self, observations: jax.Array) -> jax.Array:
         x = jnp.moveaxis(observations, 1, -1) / 255.0  # (batch, 84, 84, STACK)
         for convolution in self.convolutions:
@@ -323,7 +323,7 @@ def network_at(stacked, idx):
 
 
 def put_network(stacked, idx, network) -> None:
-    """The other way round, into tensors of numpy."""
+    """Writes a network to `idx` in all tensors of a tree, which are of numpy."""
     for tensor, value in zip(jax.tree.leaves(stacked), jax.tree.leaves(network)):
         tensor[idx] = value
 
@@ -465,8 +465,9 @@ def write_npz(path: Path, about: dict, tree, save=np.savez) -> None:
     """The tree's arrays by name, and `about` as JSON: there as a whole or not at all, even if the power fails."""
     leaves, temporary = jax.tree.leaves_with_path(jax.device_get(tree)), Path(f"{path}.tmp")
     arrays = {jax.tree_util.keystr(name, simple=True, separator="/"): x for name, x in leaves}
-    with open(temporary, "wb", buffering=0) as file:
+    with open(temporary, "wb") as file:
         save(file, about=json.dumps(about | {"arrays": list(arrays)}, default=float), **arrays)
+        file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
 

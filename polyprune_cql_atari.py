@@ -5,7 +5,7 @@
 # ///
 """PolyPruneCQL on Atari, offline: CQL whose network is pruned on a hand-made schedule. Also dense CQL and DistillCQL.
 
-The rival in Vincent et al., "Eau De Q-Network: Adaptive Distillation of Neural Networks in Deep Reinforcement
+The baseline of Vincent et al., "Eau De Q-Network: Adaptive Distillation of Neural Networks in Deep Reinforcement
 Learning", 2025, after Obando-Ceron et al., 2024. "l. 8" is a line of its Algorithm 1; here a step is a gradient step.
 
     python polyprune_cql_atari.py --env-id Pong --dataset-dir data/Pong
@@ -77,9 +77,9 @@ class Args:
     eval_epsilon: float = 0.01  # share of random actions in an evaluation
 
 
-SMALLEST = {"seed": 0, "checkpoint_period": 0, "horizon": 2, "buffer_size": 2}  # other whole numbers: 1
-LARGEST = {"seed": 2**31 - 1, "horizon": 2**29 - 1, "max_noise": 1e9, "cql_alpha": 1e9}  # other fractions: 1
-NOT_SMALLER = {"pruning_end": "pruning_start", "total_timesteps": "epoch_steps"}  # the first than the second
+SMALLEST = {"seed": 0, "checkpoint_period": 0, "horizon": 2, "buffer_size": 2}  # all other whole numbers: 1
+LARGEST = {"seed": 2**31 - 1, "horizon": 2**29 - 1, "max_noise": 1e9, "cql_alpha": 1e9}  # all other fractions: 1
+NOT_SMALLER = {"pruning_end": "pruning_start", "total_timesteps": "epoch_steps"}
 
 
 def fail(message: str) -> NoReturn:
@@ -90,8 +90,9 @@ def fail(message: str) -> NoReturn:
 
 def check_args(args: Args) -> None:
     for name, value in vars(args).items():
-        smallest = SMALLEST.get(name, 0 if isinstance(value, float) else 1)
-        largest = LARGEST.get(name, 1 if isinstance(value, float) else math.inf)
+        is_fraction = isinstance(getattr(Args, name), float)  # by its default
+        smallest = SMALLEST.get(name, 0 if is_fraction else 1)
+        largest = LARGEST.get(name, 1 if is_fraction else math.inf)
         if isinstance(value, int | float | tuple) and not all(smallest <= x <= largest for x in np.ravel(value)):
             fail(f"--{name.replace('_', '-')} must be from {smallest} to {largest}, not {value}")
     for name, other in NOT_SMALLER.items():
@@ -106,9 +107,8 @@ def load_args(args: Args) -> Args:
     flags = json.loads((args.resume / "args.json").read_text())
     if flags.keys() != vars(args).keys():
         fail(f"{args.resume} is a run of another script")
-    finished = (args.resume / "policy.npz").exists() and not (args.resume / "checkpoint.npz").exists()
-    if finished and flags["checkpoint_period"]:
-        print(f"{args.resume} is finished")
+    if (args.resume / "policy.npz").exists() and not (args.resume / "checkpoint.npz").exists():
+        print(f"{args.resume} is finished, or was stopped without a checkpoint to go on from")
         sys.exit()
     flags = {name: tuple(x) if isinstance(x, list) else x for name, x in flags.items()}
     flags |= {name: Path(x) for name, x in flags.items() if name.endswith("_dir")}
@@ -215,8 +215,8 @@ class ReplayData:
             fail(f"there is no $store$_*_ckpt.N.gz file with a whole transition in {folder}")
         if saved and self.numbers != saved[0]:
             fail(f"{folder} has other files than when the run was started")
-        for numbers in saved[1] if saved else (None, None):  # the files in memory, the next ones
-            self.next_files(numbers)
+        for drawn in saved[1] if saved else (None, None):  # the files in memory, the next ones
+            self.next_files(drawn)
 
     def next_files(self, numbers: list[int] | None = None) -> None:
         """Take what was read, and read the next files: not the same ones, if there are enough."""
@@ -254,7 +254,7 @@ class QNetwork(nn.Module):
         self.hidden = nn.Dense(self.features[3], kernel_init=xavier_uniform, name="Dense_0")
         self.output = nn.Dense(self.n_actions, kernel_init=xavier_uniform, name="Dense_1")
 
-    # Apart, as a population is fastest on a CPU if the torsos are a loop and the heads one batched product.
+    # Two parts, as a population is fastest on a CPU if the torsos are a loop and the heads one batched product.
     def torso(self, observations: jax.Array) -> jax.Array:
         x = jnp.moveaxis(observations, 1, -1) / 255.0  # (batch, 84, 84, STACK)
         for convolution in self.convolutions:
@@ -352,14 +352,14 @@ def learn(args: Args, network: QNetwork, state: AgentState, batch: Batch) -> tup
     next_values = network.apply(state.target_params, batch.frames[:, 1:]).max(axis=1)  # (batch,)
     targets = batch.rewards + args.gamma * (1 - batch.terminals) * next_values  # l. 8
 
-    def loss(params):
+    def cql_loss(params):
         all_q_values = network.apply(params, batch.frames[:, :-1])  # (batch, n_actions)
         q_values = all_q_values[jnp.arange(len(targets)), batch.actions]  # (batch,)
         conservative = jax.nn.logsumexp(all_q_values, axis=-1) - q_values  # (batch,)
         # DIFFERS: the mean over the batch; the paper's algorithms write the sum.
         return jnp.mean((targets - q_values) ** 2 + args.cql_alpha * conservative), q_values.mean()
 
-    (loss, q_value), grads = jax.value_and_grad(loss, has_aux=True)(state.params)  # l. 10
+    (loss, q_value), grads = jax.value_and_grad(cql_loss, has_aux=True)(state.params)  # l. 10
     updates, opt_state = make_optimizer(args).update(grads, state.opt_state)  # l. 11
     params = optax.apply_updates(state.params, updates)
     params = jax.tree.map(jnp.multiply, params, state.masks)  # what was pruned stays pruned
@@ -416,8 +416,8 @@ def train(args: Args) -> Path:
     network = QNetwork(args.features, int(env.single_action_space.n))
     state = init_agent(args, network, jax.random.key(args.seed))  # Alg. 1, l. 1
     with contextlib.closing(Run(args)) as run:
-        state, drawn = run.restore(rng, state) if args.resume else (state, None)
-        state, data = jax.device_put(state), ReplayData(args, rng, network.n_actions, drawn)
+        state, saved = run.restore(rng, state) if args.resume else (state, None)
+        state, data = jax.device_put(state), ReplayData(args, rng, network.n_actions, saved)
         # No environment step comes between two gradient steps, so an accelerator does up to 100 in one call. On a CPU
         # XLA runs the body of a loop on one thread, six times slower than without a loop.
         periods = args.checkpoint_period, args.pruning_period, args.target_period, args.epoch_steps
@@ -452,8 +452,9 @@ def write_npz(path: Path, about: dict, tree, save=np.savez) -> None:
     """The tree's arrays by name, and `about` as JSON: there as a whole or not at all, even if the power fails."""
     leaves, temporary = jax.tree.leaves_with_path(jax.device_get(tree)), Path(f"{path}.tmp")
     arrays = {jax.tree_util.keystr(name, simple=True, separator="/"): x for name, x in leaves}
-    with open(temporary, "wb", buffering=0) as file:
+    with open(temporary, "wb") as file:
         save(file, about=json.dumps(about | {"arrays": list(arrays)}, default=float), **arrays)
+        file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
 

@@ -5,8 +5,8 @@
 # ///
 """PolyPruneSAC on MuJoCo: SAC whose critics are pruned on a hand-made schedule. Also dense SAC.
 
-The rival in Vincent et al., "Eau De Q-Network: Adaptive Distillation of Neural Networks in Deep Reinforcement
-Learning", 2025, after Obando-Ceron et al., 2024. "l. 3" is a line of its Algorithm 2 that SAC has too.
+The baseline of Vincent et al., "Eau De Q-Network: Adaptive Distillation of Neural Networks in Deep Reinforcement
+Learning", 2025, after Obando-Ceron et al., 2024. "l. 3" is a line of the paper\'s Algorithm 2 that plain SAC shares.
 
     python polyprune_sac_mujoco.py --env-id HalfCheetah
 """
@@ -74,8 +74,8 @@ class Args:
     eval_episodes: int = 10  # episodes of an evaluation, played side by side
 
 
-SMALLEST = {"seed": 0, "checkpoint_period": 0, "horizon": 2, "buffer_size": 2}  # other whole numbers: 1
-LARGEST = {"seed": 2**31 - 1, "horizon": 2**29 - 1, "max_noise": 1e9, "cql_alpha": 1e9}  # other fractions: 1
+SMALLEST = {"seed": 0, "checkpoint_period": 0, "horizon": 2, "buffer_size": 2}  # all other whole numbers: 1
+LARGEST = {"seed": 2**31 - 1, "horizon": 2**29 - 1, "max_noise": 1e9, "cql_alpha": 1e9}  # all other fractions: 1
 NOT_SMALLER = {"pruning_end": "pruning_start", "total_timesteps": "learning_starts"}  # the first than the second
 
 
@@ -87,8 +87,9 @@ def fail(message: str) -> NoReturn:
 
 def check_args(args: Args) -> None:
     for name, value in vars(args).items():
-        smallest = SMALLEST.get(name, 0 if isinstance(value, float) else 1)
-        largest = LARGEST.get(name, 1 if isinstance(value, float) else math.inf)
+        is_fraction = isinstance(getattr(Args, name), float)  # by its default
+        smallest = SMALLEST.get(name, 0 if is_fraction else 1)
+        largest = LARGEST.get(name, 1 if is_fraction else math.inf)
         if isinstance(value, int | float | tuple) and not all(smallest <= x <= largest for x in np.ravel(value)):
             fail(f"--{name.replace('_', '-')} must be from {smallest} to {largest}, not {value}")
     for name, other in NOT_SMALLER.items():
@@ -103,9 +104,8 @@ def load_args(args: Args) -> Args:
     flags = json.loads((args.resume / "args.json").read_text())
     if flags.keys() != vars(args).keys():
         fail(f"{args.resume} is a run of another script")
-    finished = (args.resume / "policy.npz").exists() and not (args.resume / "checkpoint.npz").exists()
-    if finished and flags["checkpoint_period"]:
-        print(f"{args.resume} is finished")
+    if (args.resume / "policy.npz").exists() and not (args.resume / "checkpoint.npz").exists():
+        print(f"{args.resume} is finished, or was stopped without a checkpoint to go on from")
         sys.exit()
     flags = {name: tuple(x) if isinstance(x, list) else x for name, x in flags.items()}
     flags |= {name: Path(x) for name, x in flags.items() if name.endswith("_dir")}
@@ -313,8 +313,8 @@ def learn_actor(args: Args, actor: Actor, critic: Critic, state: AgentState, cri
         return -jnp.mean(values), -jnp.mean(log_probs)
 
     (loss, entropy), actor_grads = jax.value_and_grad(actor_loss, has_aux=True)(state.actor_params)
-    temperature = jnp.exp(state.log_temperature)  # its loss, temperature * (entropy - target entropy), is that of SBX
-    grads = actor_grads, temperature * (entropy + actor.n_actions)  # until 11/2024: today's has log_temperature there
+    temperature = jnp.exp(state.log_temperature)
+    grads = actor_grads, temperature * (entropy + actor.n_actions)  # of alpha * (entropy - target), see the README
     updates, actor_opt_state = make_optimizer(args).update(grads, state.actor_opt_state)
     actor_params, log_temperature = optax.apply_updates((state.actor_params, state.log_temperature), updates)
     actor_params = jax.tree.map(jnp.multiply, actor_params, state.actor_masks)
@@ -324,7 +324,7 @@ def learn_actor(args: Args, actor: Actor, critic: Critic, state: AgentState, cri
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 6), donate_argnums=3)
 def learn(args: Args, actor: Actor, critic: Critic, state: AgentState, batches: Transitions, noise, with_actor: bool):
-    """Alg. 2, l. 4-12. `batches` is (utd, batch, ...), `noise` has one more for the actor, who learns from the last."""
+    """Alg. 2, l. 4-12. `batches` is (utd, batch, ...), `noise` (utd + 1, batch, n_actions): the last is the actor's."""
     for i in range(args.utd):
         batch = jax.tree.map(lambda x, i=i: x[i], batches)
         state, metrics = learn_critics(args, actor, critic, state, batch, noise[i])
@@ -425,7 +425,6 @@ def train(args: Args) -> Path:
 
             if step % args.eval_period == 0:
                 run.log({"eval/episodic_return": evaluate_actor(eval_envs, actor, state.actor_params).mean()})
-                run.show()
             if step % LOG_PERIOD == 0:
                 run.log(metrics)
             if run.save_is_due():
@@ -440,8 +439,9 @@ def write_npz(path: Path, about: dict, tree, save=np.savez) -> None:
     """The tree's arrays by name, and `about` as JSON: there as a whole or not at all, even if the power fails."""
     leaves, temporary = jax.tree.leaves_with_path(jax.device_get(tree)), Path(f"{path}.tmp")
     arrays = {jax.tree_util.keystr(name, simple=True, separator="/"): x for name, x in leaves}
-    with open(temporary, "wb", buffering=0) as file:
+    with open(temporary, "wb") as file:
         save(file, about=json.dumps(about | {"arrays": list(arrays)}, default=float), **arrays)
+        file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
 

@@ -443,6 +443,10 @@ def test_a_short_run_of_pong_logs_everything(tmp_path):
     assert lines[-2:] == [f"python play_policy.py {folder}/policy.npz", f"tensorboard --logdir {tmp_path}"]
 
 
+def test_in_python_a_fraction_may_be_a_whole_number():
+    script.check_args(Args(max_noise=0, gamma=1))
+
+
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signals_end_the_run_cleanly(signum, code, tmp_path):
     flags = PONG.replace("1200", "100_000").split()

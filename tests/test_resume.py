@@ -292,7 +292,7 @@ def test_a_finished_run_says_so_and_stays_as_it_is(run, capsys):
     with pytest.raises(SystemExit) as exit_info:
         script.train(script.Args(resume=run))
     assert exit_info.value.code is None  # success
-    assert capsys.readouterr().out == f"{run} is finished\n"
+    assert capsys.readouterr().out == f"{run} is finished, or was stopped without a checkpoint to go on from\n"
     assert before == {path: path.read_bytes() for path in run.iterdir()}
 
 

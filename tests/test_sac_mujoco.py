@@ -802,7 +802,7 @@ def test_a_short_run_logs_everything(script, tmp_path):
     assert all(value == int(value) for _, value in curves["charts/episodic_return"])  # a point for each step
     for text in (str(folder), "1,500/1,500 steps", "Finished after 1,500"):
         assert text in result.stdout
-    assert re.search(r" 500/1,500 steps.*, evaluation \d", result.stdout)
+    assert re.search(r"1,500/1,500 steps.*, evaluation \d", result.stdout)
 
 
 def test_ctrl_c_ends_the_run_cleanly(tmp_path):
