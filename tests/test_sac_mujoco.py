@@ -809,7 +809,7 @@ def test_ctrl_c_ends_the_run_cleanly(tmp_path):
     command = [sys.executable, eaude.__file__, *PENDULUM.replace("1500", "100_000").split(), "--runs-dir", tmp_path]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
-            if "1,000/100,000 steps" in line:
+            if line.startswith("Run folder"):
                 break
         process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=100)
