@@ -10,6 +10,7 @@ All times are medians of repetitions in which the things to compare take turns.
 
 import contextlib
 import dataclasses
+import io
 import itertools
 import math
 import multiprocessing
@@ -246,6 +247,12 @@ def step_rows(repetitions: int) -> tuple[list[list], dict]:
 
 
 # ---- Playing ---------------------------------------------------------------------------------------------------------
+def file_megabytes(params) -> float:
+    file = io.BytesIO()
+    np.savez_compressed(file, *(x + 0 for x in jax.tree.leaves(params)))  # -0 becomes 0, as in `Run.save`
+    return len(file.getvalue()) / 1e6
+
+
 def playing_rows(repetitions: int) -> list[list]:
     """An action of a policy at 95 % sparsity, in `play_policy.py` and in JAX with its weights on the device."""
     import play_policy  # not above: it holds NumPy to one thread
@@ -253,8 +260,8 @@ def playing_rows(repetitions: int) -> list[list]:
     rows, observations = [], random_frames(1).frames[:, 1:]
     for hidden, over_dense, over_jax in ((512, 2.5, 2.5), (2048, 3.5, 5.0)):
         network = eaudedqn_atari.QNetwork((32, 64, 64, hidden), N_ACTIONS)
-        params = jax.device_get(jax.jit(network.init)(jax.random.key(0), observations))
-        params = jax.tree.map(np.multiply, params, eaudedqn_atari.magnitude_masks(params, 0.95, "uniform"))
+        dense_params = jax.device_get(jax.jit(network.init)(jax.random.key(0), observations))
+        params = jax.tree.map(np.multiply, dense_params, eaudedqn_atari.magnitude_masks(dense_params, 0.95, "uniform"))
         layers = [play_policy.make_layers(params, sparse) for sparse in (True, False)]
         on_device, apply = jax.device_put(params), jax.jit(network.apply)
         functions = {
@@ -265,7 +272,8 @@ def playing_rows(repetitions: int) -> list[list]:
         times = medians(functions, 20 * repetitions)
         ratios = times["dense"] / times["sparse"], times["jax"] / times["sparse"]
         reached = "yes" if ratios[0] >= over_dense and ratios[1] >= over_jax else "no"
-        rows.append([f"{hidden}", *times.values(), *ratios, f"{over_dense} and {over_jax}: {reached}"])
+        sizes = file_megabytes(params), file_megabytes(dense_params)
+        rows.append([f"{hidden}", *sizes, *times.values(), *ratios, f"{over_dense} and {over_jax}: {reached}"])
     return rows
 
 
@@ -333,7 +341,17 @@ def main(args: Args) -> None:
     print_table("Updates", header, rows)
     step_table, steps = step_rows(args.repetitions)
     print_table("Parts of a step", ["what", "ms"], step_table)
-    header = ["hidden", "sparse, ms", "dense, ms", "JAX, ms", "dense / sparse", "JAX / sparse", "goal"]
+    header = [
+        "hidden",
+        "file, MB",
+        "if dense, MB",
+        "sparse, ms",
+        "dense, ms",
+        "JAX, ms",
+        "dense / sparse",
+        "JAX / sparse",
+        "goal",
+    ]
     print_table("Playing, one thread, 95 % sparse", header, playing_on_one_core(args.repetitions))
 
     rows = []
