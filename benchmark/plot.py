@@ -10,7 +10,7 @@ import dataclasses
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -27,8 +27,9 @@ POPULATION_TAGS = r"(sparsity/network|losses/cumulated|population/parent)_\d"
 N_POINTS = 50  # of a curve in a CSV file
 N_RESAMPLES = 2_000  # of a bootstrap interval
 COLUMNS = "study", "variant", "env", "seed", "tag", "step", "value"
-# Colours of Okabe and Ito, which colour-blind people can tell apart; each algorithm has its own kind of line, too.
-DENSE, EAUDE, POLYPRUNE, ORACLE = ("#000000", ":"), ("#D55E00", "-"), ("#0072B2", "--"), ("#009E73", "-.")
+# Colours of Okabe and Ito, which colour-blind people can tell apart; each algorithm has its own line and marker, too.
+DENSE, EAUDE = ("#000000", ":", "o"), ("#D55E00", "-", "D")
+POLYPRUNE, ORACLE = ("#0072B2", "--", "s"), ("#009E73", "-.", "^")
 Curves = dict[str, tuple[np.ndarray, np.ndarray]]  # {tag: (steps, values)} of one run
 Study = dict[tuple[str, str], list[Curves]]  # {(variant, env): a run for each seed}
 
@@ -106,12 +107,11 @@ def iqm(scores: np.ndarray) -> float:
     return float(scipy.stats.trim_mean(scores, 0.25, axis=None))
 
 
-def bootstrap_interval(scores: np.ndarray, statistic: Callable = iqm) -> tuple[float, float]:
-    """95 % of the statistic if seeds are drawn anew with replacement, within each task. `scores` is (tasks, seeds)."""
-    rng, (n_tasks, n_seeds) = np.random.default_rng(0), scores.shape
-    drawn = rng.integers(n_seeds, size=(N_RESAMPLES, n_tasks, n_seeds))
-    values = [statistic(np.take_along_axis(scores, seeds, axis=1)) for seeds in drawn]
-    return tuple(np.percentile(values, (2.5, 97.5)))
+def bootstrap_interval(scores: Sequence[np.ndarray], statistic: Callable = iqm) -> tuple[float, float]:
+    """95 % of the statistic if seeds are drawn anew with replacement, within each task. `scores` has a row for each."""
+    rng = np.random.default_rng(0)
+    draws = [[rng.choice(task, len(task)) for task in scores] for _ in range(N_RESAMPLES)]
+    return tuple(np.percentile([statistic(np.concatenate(draw)) for draw in draws], (2.5, 97.5)))
 
 
 def final_return(run: Curves) -> float:
@@ -128,7 +128,8 @@ def final_sparsity(run: Curves) -> float:
 
 def with_interval(scores: np.ndarray, digits: int) -> str:
     low, high = bootstrap_interval(scores[None], np.mean)
-    return f"{scores.mean():,.{digits}f} ({low:,.{digits}f} to {high:,.{digits}f})"
+    interval = f" ({low:,.{digits}f} to {high:,.{digits}f})" if len(scores) > 1 else ""
+    return f"{scores.mean():,.{digits}f}{interval}"
 
 
 def print_table(title: str, study: Study) -> None:
@@ -155,7 +156,7 @@ def new_figure(n_rows: int, n_columns: int, width: float, height: float):
 
 def set_labels(panel, x: str, y: str, title: str = "") -> None:
     panel.set(xlabel=x, ylabel=y, title=title)
-    if "steps" in x:
+    if "sparsity" not in x:
         panel.xaxis.set_major_formatter(lambda step, _: f"{step / 1_000:g}k")
 
 
@@ -165,16 +166,16 @@ def seeds_of(runs: list[Curves], tag: str) -> tuple[np.ndarray, np.ndarray]:
     return steps, np.array([np.interp(steps, *run[tag]) for run in runs])
 
 
-def draw_curves(panel, runs: list[Curves], tag: str, style: tuple[str, str], label: str | None = None) -> None:
+def draw_curves(panel, runs: list[Curves], tag: str, style: tuple[str, ...], label: str | None = None) -> None:
     """The mean over seeds, and from the lowest to the highest of them."""
     steps, values = seeds_of(runs, tag)
     panel.plot(steps, values.mean(axis=0), color=style[0], linestyle=style[1], label=label)
     panel.fill_between(steps, values.min(axis=0), values.max(axis=0), color=style[0], alpha=0.15, linewidth=0)
 
 
-def draw_point(panel, x: np.ndarray, y: np.ndarray, statistic: Callable, **options) -> None:
-    """Of two statistics of (tasks, seeds), with their intervals."""
-    points = [(statistic(z), *bootstrap_interval(z, statistic)) for z in (x, y)]
+def draw_point(panel, x: list[np.ndarray], y: list[np.ndarray], statistic: Callable, **options) -> None:
+    """Of two statistics of seeds, a row for each task, with their intervals."""
+    points = [(statistic(np.concatenate(z)), *bootstrap_interval(z, statistic)) for z in (x, y)]
     x_error, y_error = [[[middle - low], [high - middle]] for middle, low, high in points]
     panel.errorbar(points[0][0], points[1][0], y_error, x_error, capsize=2, **options)
 
@@ -188,9 +189,10 @@ def final(runs: list[Curves]) -> tuple[np.ndarray, np.ndarray]:
 def draw_mujoco():
     study, tag = load_study("small_mujoco"), "eval/episodic_return"
     print_table("MuJoCo, 100,000 steps", study)
-    envs = sorted({env for _, env in study})
-    figure, axes = new_figure(2, len(envs) + 1, 11, 5)
+    envs = [env for env in sorted({env for _, env in study}) if all((variant, env) in study for variant in ALGORITHMS)]
+    figure, axes = new_figure(2, len(envs) + 1, 11, 5.4)
     scales = [final(study["dense", env])[1].mean() for env in envs]
+    rows = ["", "| algorithm | IQM of final returns / dense SAC's |", "|---|---|"]
     for variant, (style, name) in ALGORITHMS.items():
         label = name.format("SAC")
         for column, env in enumerate(envs):
@@ -199,17 +201,20 @@ def draw_mujoco():
             set_labels(axes[0, column], "", "return" if column == 0 else "", env)
             set_labels(axes[1, column], "environment steps", "sparsity of the critics" if column == 0 else "")
         steps = seeds_of(study[variant, envs[0]], tag)[0]
-        scores = np.stack([seeds_of(study[variant, env], tag)[1] / scale for env, scale in zip(envs, scales)])
-        intervals = [bootstrap_interval(scores[:, :, i]) for i in range(len(steps))]
-        axes[0, -1].plot(steps, [iqm(scores[:, :, i]) for i in range(len(steps))], color=style[0], linestyle=style[1])
+        curves = [seeds_of(study[variant, env], tag)[1] / scale for env, scale in zip(envs, scales)]
+        scores = [[seeds[:, i] for seeds in curves] for i in range(len(steps))]
+        middles, intervals = [iqm(np.concatenate(x)) for x in scores], [bootstrap_interval(x) for x in scores]
+        axes[0, -1].plot(steps, middles, color=style[0], linestyle=style[1])
         axes[0, -1].fill_between(steps, *np.transpose(intervals), color=style[0], alpha=0.15, linewidth=0)
-        sparsities, returns = np.moveaxis([final(study[variant, env]) for env in envs], 1, 0)
-        returns = returns / np.array(scales)[:, None]
-        draw_point(axes[1, -1], sparsities, returns, iqm, color=style[0], marker="o")
-        print(f"{label}: IQM of normalised final returns {iqm(returns):.2f} ", bootstrap_interval(returns))
-    set_labels(axes[0, -1], "", "return / dense SAC's at its end", "IQM of all tasks")
-    set_labels(axes[1, -1], "sparsity at the end", "return at the end")
+        sparsities, returns = zip(*[final(study[variant, env]) for env in envs])
+        returns = [seeds / scale for seeds, scale in zip(returns, scales)]
+        draw_point(axes[1, -1], sparsities, returns, iqm, color=style[0], marker=style[2], markerfacecolor="none")
+        low, high = bootstrap_interval(returns)
+        rows.append(f"| {label} | {iqm(np.concatenate(returns)):.2f} ({low:.2f} to {high:.2f}) |")
+    set_labels(axes[0, -1], "", "", "IQM, dense SAC's end = 1")
+    set_labels(axes[1, -1], "sparsity at the end", "return at the end (IQM)")
     figure.legend(loc="outside upper center", ncols=4)
+    print("\n".join(rows))
     return figure
 
 
@@ -222,6 +227,7 @@ def draw_regimes():
     families["PolyPruneSAC"] = "dense", "polyprune_50", "polyprune_80", "polyprune_90", "polyprune", "polyprune_99"
     texts = {"eaude": "$U_{max}$ = 3", "eaude_10": "10", "eaude_30": "30", "dense": "dense"}
     for (name, variants), style in zip(families.items(), (EAUDE, POLYPRUNE)):
+        variants = [variant for variant in variants if (variant, "HalfCheetah") in study]
         points = [final(study[variant, "HalfCheetah"]) for variant in variants]
         x, y = np.mean(points, axis=2).T
         left.plot(x, y, color=style[0], linestyle=style[1], label=name)
@@ -345,7 +351,11 @@ def main(args: Args) -> None:
     if args.only and args.only not in FIGURES:
         sys.exit(f"error: --only takes one of {', '.join(FIGURES)}")
     for name in [args.only] if args.only else FIGURES:
-        figure = FIGURES[name]()
+        try:
+            figure = FIGURES[name]()
+        except FileNotFoundError as error:
+            print(f"{name} is not drawn: there is no {error.filename}")
+            continue
         figure.savefig(RESULTS / f"{name}.png", dpi=150)
         print(RESULTS / f"{name}.png")
 

@@ -120,8 +120,9 @@ def test_a_sweep_that_was_killed_again_and_again_ends_as_one_that_was_not(tmp_pa
 def test_ctrl_c_stops_all_runs_with_a_checkpoint_and_a_failure_stops_no_other(tmp_path):
     folder = write_study(tmp_path / "study", FAILING.replace("110", "100_000"))
     with subprocess.Popen(command(folder, "--jobs", "2"), stdout=subprocess.PIPE, text=True) as process:
-        (log,) = [folder / "tiny" / "InvertedPendulum__polyprune_sac_mujoco__dense__1" / "log"]
-        while not log.exists() or "Run folder" not in log.read_text():
+        log = folder / "tiny" / "InvertedPendulum__polyprune_sac_mujoco__dense__1" / "log"
+        failed = folder / "tiny" / "NoSuchTask__polyprune_sac_mujoco__dense__1" / "exit_code"
+        while not (failed.exists() and log.exists() and "Run folder" in log.read_text()):
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)
         output = process.communicate(timeout=100)[0]
