@@ -102,16 +102,16 @@ def load_study(*names: str) -> Study:
 
 
 # ---- Statistics ------------------------------------------------------------------------------------------------------
-def iqm(scores: np.ndarray) -> float:
+def iqm(scores: np.ndarray, axis: int | None = None) -> np.ndarray:
     """Inter-quartile mean: of what is left without the lowest and the highest quarter (Agarwal et al., 2021)."""
-    return float(scipy.stats.trim_mean(scores, 0.25, axis=None))
+    return scipy.stats.trim_mean(scores, 0.25, axis)
 
 
 def bootstrap_interval(scores: Sequence[np.ndarray], statistic: Callable = iqm) -> tuple[float, float]:
     """95 % of the statistic if seeds are drawn anew with replacement, within each task. `scores` has a row for each."""
     rng = np.random.default_rng(0)
-    draws = [[rng.choice(task, len(task)) for task in scores] for _ in range(N_RESAMPLES)]
-    return tuple(np.percentile([statistic(np.concatenate(draw)) for draw in draws], (2.5, 97.5)))
+    draws = np.concatenate([rng.choice(task, (N_RESAMPLES, len(task))) for task in scores], axis=1)
+    return tuple(np.percentile(statistic(draws, axis=1), (2.5, 97.5)))
 
 
 def final_return(run: Curves) -> float:
@@ -223,19 +223,19 @@ def draw_regimes():
     study = {key: runs for key, runs in study.items() if key[1] == "HalfCheetah" and key[0] != "oracle"}
     print_table("Regimes, HalfCheetah, 100,000 steps", study)
     figure, ((left, right),) = new_figure(1, 2, 9, 3.6)
-    families = {"EauDeSAC": ("eaude", "eaude_10", "eaude_30")}
-    families["PolyPruneSAC"] = "dense", "polyprune_50", "polyprune_80", "polyprune_90", "polyprune", "polyprune_99"
+    families = {"EauDeSAC": (EAUDE, ["eaude", "eaude_10", "eaude_30"])}
+    hand_made = ["dense", "polyprune_50", "polyprune_80", "polyprune_90", "polyprune", "polyprune_99"]
+    families["PolyPruneSAC"] = POLYPRUNE, hand_made
+    families["PolyPruneSAC, global threshold"] = ORACLE, ["polyprune_global"]
     texts = {"eaude": "$U_{max}$ = 3", "eaude_10": "10", "eaude_30": "30", "dense": "dense"}
-    for (name, variants), style in zip(families.items(), (EAUDE, POLYPRUNE)):
-        variants = [variant for variant in variants if (variant, "HalfCheetah") in study]
-        points = [final(study[variant, "HalfCheetah"]) for variant in variants]
-        x, y = np.mean(points, axis=2).T
-        left.plot(x, y, color=style[0], linestyle=style[1], label=name)
-        for variant, (sparsities, returns) in zip(variants, points):
-            draw_point(left, sparsities[None], returns[None], np.mean, color=style[0], marker="o", markersize=4)
-            at = sparsities.mean(), returns.mean()
-            left.annotate(texts.get(variant, ""), at, (5, 5), textcoords="offset points", color=style[0])
-    for variant, line in zip(families["EauDeSAC"], ("-", "--", ":")):
+    for name, (style, variants) in families.items():
+        points = [(variant, *final(study[variant, "HalfCheetah"])) for variant in variants]
+        means = [(sparsities.mean(), returns.mean()) for _, sparsities, returns in points]
+        left.plot(*zip(*means), color=style[0], linestyle=style[1], marker=style[2], markersize=4, label=name)
+        for (variant, sparsities, returns), mean in zip(points, means):
+            draw_point(left, [sparsities], [returns], np.mean, color=style[0])
+            left.annotate(texts.get(variant, ""), mean, (5, 5), textcoords="offset points", color=style[0])
+    for variant, line in zip(families["EauDeSAC"][1], ("-", "--", ":")):
         label = f"$U_{{max}}$ = {variant.partition('_')[2] or 3}"
         draw_curves(right, study[variant, "HalfCheetah"], "sparsity/target", (EAUDE[0], line), label)
     set_labels(left, "sparsity of the critics at the end", "return at the end")
