@@ -7,8 +7,8 @@
     python play_policy.py runs/.../policy.npz
     python play_policy.py runs/.../policy.npz --video game.gif
 
-To run a network elsewhere, copy the sections "Policy file" and "Forward pass". They need NumPy, and SciPy if it is
-sparse. Their numbers are JAX's to about 1e-6: enough for a chaotic task of MuJoCo to take another course.
+To run a network elsewhere, copy the sections "Policy file" and "Forward pass", with the imports and constants they use:
+NumPy, and SciPy if it is sparse. Outputs agree with JAX's to 1e-5, enough for a chaotic task to take another course.
 """
 
 import dataclasses
