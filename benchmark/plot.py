@@ -126,10 +126,16 @@ def final_sparsity(run: Curves) -> float:
     return run["sparsity/target"][1][-1]
 
 
-def with_interval(scores: np.ndarray, digits: int) -> str:
-    low, high = bootstrap_interval(scores[None], np.mean)
-    interval = f" ({low:,.{digits}f} to {high:,.{digits}f})" if len(scores) > 1 else ""
-    return f"{scores.mean():,.{digits}f}{interval}"
+def final(runs: list[Curves]) -> tuple[np.ndarray, np.ndarray]:
+    """Sparsities and returns at the end, of all seeds."""
+    return np.array([final_sparsity(run) for run in runs]), np.array([final_return(run) for run in runs])
+
+
+def with_interval(scores: Sequence[np.ndarray], statistic: Callable, digits: int) -> str:
+    """Of seeds, a row for each task. A single seed has no interval."""
+    low, high = bootstrap_interval(scores, statistic)
+    interval = f" ({low:,.{digits}f} to {high:,.{digits}f})" if max(map(len, scores)) > 1 else ""
+    return f"{statistic(np.concatenate(scores)):,.{digits}f}{interval}"
 
 
 def print_table(title: str, study: Study) -> None:
@@ -137,11 +143,10 @@ def print_table(title: str, study: Study) -> None:
     print(f"\n{title}\n\n| task | variant | seeds | final return | final sparsity |\n|---|---|---|---|---|")
     for variant, env in sorted(study, key=lambda key: (key[1], list(study).index(key))):
         runs = study[variant, env]
-        returns, sparsities = np.array([[final_return(run), final_sparsity(run)] for run in runs]).T
+        sparsities, returns = final(runs)
         digits = 0 if abs(returns.mean()) > 100 else 1
-        print(
-            f"| {env} | {variant} | {len(runs)} | {with_interval(returns, digits)} | {with_interval(sparsities, 3)} |"
-        )
+        columns = with_interval([returns], np.mean, digits), with_interval([sparsities], np.mean, 3)
+        print(f"| {env} | {variant} | {len(runs)} | {' | '.join(columns)} |")
 
 
 # ---- Parts of figures ------------------------------------------------------------------------------------------------
@@ -180,11 +185,6 @@ def draw_point(panel, x: list[np.ndarray], y: list[np.ndarray], statistic: Calla
     panel.errorbar(points[0][0], points[1][0], y_error, x_error, capsize=2, **options)
 
 
-def final(runs: list[Curves]) -> tuple[np.ndarray, np.ndarray]:
-    """Sparsities and returns at the end, of all seeds."""
-    return np.array([final_sparsity(run) for run in runs]), np.array([final_return(run) for run in runs])
-
-
 # ---- Figures ---------------------------------------------------------------------------------------------------------
 def draw_mujoco():
     study, tag = load_study("small_mujoco"), "eval/episodic_return"
@@ -209,8 +209,7 @@ def draw_mujoco():
         sparsities, returns = zip(*[final(study[variant, env]) for env in envs])
         returns = [seeds / scale for seeds, scale in zip(returns, scales)]
         draw_point(axes[1, -1], sparsities, returns, iqm, color=style[0], marker=style[2], markerfacecolor="none")
-        low, high = bootstrap_interval(returns)
-        rows.append(f"| {label} | {iqm(np.concatenate(returns)):.2f} ({low:.2f} to {high:.2f}) |")
+        rows.append(f"| {label} | {with_interval(returns, iqm, 2)} |")
     set_labels(axes[0, -1], "", "", "IQM, dense SAC's end = 1")
     set_labels(axes[1, -1], "sparsity at the end", "return at the end (IQM)")
     figure.legend(loc="outside upper center", ncols=4)
