@@ -17,6 +17,7 @@ import matplotlib
 import numpy as np
 import scipy.stats
 import tyro
+from PIL import Image
 
 matplotlib.use("Agg")  # no screen is needed
 import matplotlib.pyplot as plt
@@ -355,8 +356,10 @@ def main(args: Args) -> None:
         except FileNotFoundError as error:
             print(f"{name} is not drawn: there is no {error.filename}")
             continue
-        figure.savefig(RESULTS / f"{name}.png", dpi=150)
-        print(RESULTS / f"{name}.png")
+        path = RESULTS / f"{name}.png"
+        figure.savefig(path, dpi=150)
+        Image.open(path).convert("RGB").quantize(128).save(path, optimize=True)  # a third of the size
+        print(path)
 
 
 if __name__ == "__main__":
