@@ -384,7 +384,7 @@ def print_prices(path: Path, name: str, network: dict, layers: list[Layer], inpu
     print(f"{'Bytes in the file':20}{n_bytes:14,}{n_dense_bytes:14,}")
     print("{:20}{:14,}{:14,}".format("Non-zero weights", *count_weights(network)))
     print("{:20}{:14.3f}{:14.3f}".format("ms per action", *times))
-    print(f"Sparse products in {n_sparse} of {len(layers)} layers, {n_idle:,} hidden units without a use left out")
+    print(f"Sparse products in {n_sparse} of {len(layers)} layers, {n_idle:,} idle hidden units left out")
 
 
 # ---- ONNX ------------------------------------------------------------------------------------------------------------

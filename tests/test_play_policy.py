@@ -429,7 +429,7 @@ def test_the_price_list_counts_the_network_that_plays(tmp_path, probe_envs, catc
         assert min(numbers[2]) > 0
         output = kernels[-1] if name == "target" else kernels[-2]  # the last of an actor does not play
         n_idle, n_sparse = np.sum(~output.any(axis=1)), "3 of 5" if name == "target" else "0 of 3"
-        assert rows[4] == f"Sparse products in {n_sparse} layers, {n_idle} hidden units without a use left out"
+        assert rows[4] == f"Sparse products in {n_sparse} layers, {n_idle} idle hidden units left out"
 
 
 def test_progress_is_plain_lines_without_a_terminal_and_one_line_in_it(tmp_path, catch_envs, capsys, monkeypatch):
