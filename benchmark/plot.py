@@ -225,16 +225,18 @@ def draw_regimes():
     figure, ((left, right),) = new_figure(1, 2, 9, 3.6)
     families = {"EauDeSAC": (EAUDE, ["eaude", "eaude_10", "eaude_30"])}
     hand_made = ["dense", "polyprune_50", "polyprune_80", "polyprune_90", "polyprune", "polyprune_99"]
-    families["PolyPruneSAC"] = POLYPRUNE, hand_made
+    families["PolyPruneSAC, from dense"] = POLYPRUNE, hand_made
     families["PolyPruneSAC, global threshold"] = ORACLE, ["polyprune_global"]
-    texts = {"eaude": "$U_{max}$ = 3", "eaude_10": "10", "eaude_30": "30", "dense": "dense"}
+    texts = {"eaude": "$U_{max}$ = 3", "eaude_10": "10", "eaude_30": "30"}
     for name, (style, variants) in families.items():
         points = [(variant, *final(study[variant, "HalfCheetah"])) for variant in variants]
         means = [(sparsities.mean(), returns.mean()) for _, sparsities, returns in points]
         left.plot(*zip(*means), color=style[0], linestyle=style[1], marker=style[2], markersize=4, label=name)
         for (variant, sparsities, returns), mean in zip(points, means):
             draw_point(left, [sparsities], [returns], np.mean, color=style[0])
-            left.annotate(texts.get(variant, ""), mean, (5, 5), textcoords="offset points", color=style[0])
+            left.annotate(
+                texts.get(variant, ""), mean, (-8, -12), textcoords="offset points", ha="right", color=style[0]
+            )
     for variant, line in zip(families["EauDeSAC"][1], ("-", "--", ":")):
         label = f"$U_{{max}}$ = {variant.partition('_')[2] or 3}"
         draw_curves(right, study[variant, "HalfCheetah"], "sparsity/target", (EAUDE[0], line), label)
