@@ -443,8 +443,11 @@ def test_a_short_run_of_pong_logs_everything(tmp_path):
     assert lines[-2:] == [f"python play_policy.py {folder}/policy.npz", f"tensorboard --logdir {tmp_path}"]
 
 
-def test_in_python_a_fraction_may_be_a_whole_number():
+def test_in_python_a_fraction_may_be_a_whole_number(capsys):
     script.check_args(Args(max_noise=0, gamma=1))
+    with pytest.raises(SystemExit):
+        script.check_args(Args(gamma=2))  # by its own kind it would have no upper limit
+    assert capsys.readouterr().err == "error: --gamma must be from 0 to 1, not 2\n"
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
