@@ -2,7 +2,7 @@
 
 python benchmark/plot.py runs/small_mujoco     # writes benchmark/results/small_mujoco.csv
 python benchmark/plot.py                       # draws all figures, prints all tables
-python benchmark/plot.py --only regimes        # one of them
+python benchmark/plot.py --only small_regimes  # one of them, named as the study
 """
 
 import csv
@@ -23,7 +23,8 @@ matplotlib.use("Agg")  # no screen is needed
 import matplotlib.pyplot as plt
 
 RESULTS = Path(__file__).resolve().parent / "results"
-TAGS = r"eval/episodic_return|charts/episodic_return|sparsity/target|losses/cumulated(_\d)?"  # what the figures need
+RETURNS = "eval/episodic_return", "charts/episodic_return"  # the second where a script does not evaluate
+TAGS = rf"{'|'.join(RETURNS)}|sparsity/target|losses/cumulated(_\d)?"  # what the figures need
 POPULATION_TAGS = r"(sparsity/network|losses/cumulated|population/parent)_\d"
 N_POINTS = 50  # of a curve in a CSV file
 N_RESAMPLES = 2_000  # of a bootstrap interval
@@ -31,6 +32,19 @@ COLUMNS = "study", "variant", "env", "seed", "tag", "step", "value"
 # Colours of Okabe and Ito, which colour-blind people can tell apart; each algorithm has its own line and marker, too.
 DENSE, EAUDE = ("#000000", ":", "o"), ("#D55E00", "-", "D")
 POLYPRUNE, ORACLE = ("#0072B2", "--", "s"), ("#009E73", "-.", "^")
+# Random and human scores, from Wang et al., "Dueling Network Architectures for Deep Reinforcement Learning", 2016.
+SCORES = {
+    "Asterix": (210.0, 8503.3),
+    "BankHeist": (14.2, 753.1),
+    "BeamRider": (363.9, 16926.5),
+    "Breakout": (1.7, 30.5),
+    "CrazyClimber": (10780.5, 35829.4),
+    "DemonAttack": (152.1, 1971.0),
+    "MsPacman": (307.3, 6951.6),
+    "Pong": (-20.7, 14.6),
+    "Qbert": (163.9, 13455.0),
+    "SpaceInvaders": (148.0, 1668.7),
+}
 Curves = dict[str, tuple[np.ndarray, np.ndarray]]  # {tag: (steps, values)} of one run
 Study = dict[tuple[str, str], list[Curves]]  # {(variant, env): a run for each seed}
 
@@ -72,8 +86,8 @@ def collect(folder: Path) -> Path:
         env, _, variant, seed = path.parent.parent.name.split("__")
         total = json.loads((path.parent / "args.json").read_text())["total_timesteps"]
         curves = read_events(path.parent)
-        if "eval/episodic_return" in curves:
-            del curves["charts/episodic_return"]
+        if RETURNS[0] in curves:
+            curves.pop(RETURNS[1], None)
         for tag, points in curves.items():
             if re.fullmatch(POPULATION_TAGS if study == "population" else TAGS, tag):
                 points = thin(*points, total, mean=not tag.startswith("sparsity"))
@@ -117,9 +131,9 @@ def bootstrap_interval(scores: Sequence[np.ndarray], statistic: Callable = iqm) 
 
 def final_return(run: Curves) -> float:
     """The mean of the last three evaluations; online on Atari that of the episodes of the last tenth of the run."""
-    if "eval/episodic_return" in run:
-        return run["eval/episodic_return"][1][-3:].mean()
-    steps, returns = run["charts/episodic_return"]
+    if RETURNS[0] in run:
+        return run[RETURNS[0]][1][-3:].mean()
+    steps, returns = run[RETURNS[1]]
     return returns[steps > 0.9 * steps[-1]].mean()
 
 
@@ -130,6 +144,24 @@ def final_sparsity(run: Curves) -> float:
 def final(runs: list[Curves]) -> tuple[np.ndarray, np.ndarray]:
     """Sparsities and returns at the end, of all seeds."""
     return np.array([final_sparsity(run) for run in runs]), np.array([final_return(run) for run in runs])
+
+
+def complete(study: Study) -> Study:
+    """Without the tasks that a variant has not finished with any seed."""
+    variants = {variant for variant, _ in study}
+    return {key: runs for key, runs in study.items() if all((variant, key[1]) in study for variant in variants)}
+
+
+def normalise(study: Study) -> Study:
+    """Returns are 0 for random play and 1 for a human on Atari, in other tasks 1 for the dense network at the end."""
+    result = {}
+    for (variant, env), runs in study.items():
+        low, high = SCORES[env] if env in SCORES else (0.0, final(study["dense", env])[1].mean())
+        result[variant, env] = [dict(run) for run in runs]
+        for run in result[variant, env]:
+            for tag in set(RETURNS) & set(run):
+                run[tag] = run[tag][0], (run[tag][1] - low) / (high - low)
+    return result
 
 
 def with_interval(scores: Sequence[np.ndarray], statistic: Callable, digits: int) -> str:
@@ -163,7 +195,7 @@ def new_figure(n_rows: int, n_columns: int, width: float, height: float):
 def set_labels(panel, x: str, y: str, title: str = "") -> None:
     panel.set(xlabel=x, ylabel=y, title=title)
     if "sparsity" not in x:
-        panel.xaxis.set_major_formatter(lambda step, _: f"{step / 1_000:g}k")
+        panel.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))  # 50k, 10M
 
 
 def seeds_of(runs: list[Curves], tag: str) -> tuple[np.ndarray, np.ndarray]:
@@ -179,6 +211,15 @@ def draw_curves(panel, runs: list[Curves], tag: str, style: tuple[str, ...], lab
     panel.fill_between(steps, values.min(axis=0), values.max(axis=0), color=style[0], alpha=0.15, linewidth=0)
 
 
+def draw_iqm(panel, tasks: list[list[Curves]], tag: str, style: tuple[str, ...], label: str | None = None) -> None:
+    """The IQM over tasks and seeds, and its interval."""
+    steps, values = seeds_of([run for runs in tasks for run in runs], tag)
+    ends = np.cumsum([len(runs) for runs in tasks])[:-1]
+    intervals = [bootstrap_interval(np.split(column, ends)) for column in values.T]
+    panel.plot(steps, iqm(values, axis=0), color=style[0], linestyle=style[1], label=label)
+    panel.fill_between(steps, *np.transpose(intervals), color=style[0], alpha=0.15, linewidth=0)
+
+
 def draw_point(panel, x: list[np.ndarray], y: list[np.ndarray], statistic: Callable, **options) -> None:
     """Of two statistics of seeds, a row for each task, with their intervals."""
     points = [(statistic(np.concatenate(z)), *bootstrap_interval(z, statistic)) for z in (x, y)]
@@ -187,28 +228,23 @@ def draw_point(panel, x: list[np.ndarray], y: list[np.ndarray], statistic: Calla
 
 
 # ---- Figures ---------------------------------------------------------------------------------------------------------
-def draw_mujoco():
-    study, tag = load_study("small_mujoco"), "eval/episodic_return"
+def draw_small_mujoco():
+    study = load_study("small_mujoco")
     print_table("MuJoCo, 100,000 steps", study)
-    envs = [env for env in sorted({env for _, env in study}) if all((variant, env) in study for variant in ALGORITHMS)]
+    study = complete(study)
+    normalised, envs = normalise(study), sorted({env for _, env in study})
     figure, axes = new_figure(2, len(envs) + 1, 11, 5.4)
-    scales = [final(study["dense", env])[1].mean() for env in envs]
     rows = ["", "| algorithm | IQM of final returns / dense SAC's |", "|---|---|"]
     for variant, (style, name) in ALGORITHMS.items():
         label = name.format("SAC")
         for column, env in enumerate(envs):
-            draw_curves(axes[0, column], study[variant, env], tag, style, label if column == 0 else None)
+            draw_curves(axes[0, column], study[variant, env], RETURNS[0], style, label if column == 0 else None)
             draw_curves(axes[1, column], study[variant, env], "sparsity/target", style)
             set_labels(axes[0, column], "", "return" if column == 0 else "", env)
             set_labels(axes[1, column], "environment steps", "sparsity of the critics" if column == 0 else "")
-        steps = seeds_of(study[variant, envs[0]], tag)[0]
-        curves = [seeds_of(study[variant, env], tag)[1] / scale for env, scale in zip(envs, scales)]
-        scores = [[seeds[:, i] for seeds in curves] for i in range(len(steps))]
-        middles, intervals = [iqm(np.concatenate(x)) for x in scores], [bootstrap_interval(x) for x in scores]
-        axes[0, -1].plot(steps, middles, color=style[0], linestyle=style[1])
-        axes[0, -1].fill_between(steps, *np.transpose(intervals), color=style[0], alpha=0.15, linewidth=0)
-        sparsities, returns = zip(*[final(study[variant, env]) for env in envs])
-        returns = [seeds / scale for seeds, scale in zip(returns, scales)]
+        tasks = [normalised[variant, env] for env in envs]
+        draw_iqm(axes[0, -1], tasks, RETURNS[0], style)
+        sparsities, returns = zip(*map(final, tasks))
         draw_point(axes[1, -1], sparsities, returns, iqm, color=style[0], marker=style[2], markerfacecolor="none")
         rows.append(f"| {label} | {with_interval(returns, iqm, 2)} |")
     set_labels(axes[0, -1], "", "", "IQM, dense SAC's end = 1")
@@ -218,7 +254,7 @@ def draw_mujoco():
     return figure
 
 
-def draw_regimes():
+def draw_small_regimes():
     study = load_study("small_mujoco", "small_regimes")
     study = {key: runs for key, runs in study.items() if key[1] == "HalfCheetah" and key[0] != "oracle"}
     print_table("Regimes, HalfCheetah, 100,000 steps", study)
@@ -247,7 +283,7 @@ def draw_regimes():
     return figure
 
 
-def draw_sizes():
+def draw_small_sizes():
     study = load_study("small_mujoco", "small_sizes")
     variants = {"eaude_32": "32-32", "eaude": "256-256", "eaude_512": "512-512"}
     study = {key: runs for key, runs in study.items() if key[0] in variants and key[1] == "HalfCheetah"}
@@ -255,7 +291,7 @@ def draw_sizes():
     figure, ((left, right),) = new_figure(1, 2, 9, 3.4)
     styles = ("#56B4E9", ":"), EAUDE, ("#882255", "--")
     for (variant, _), style in zip(study, styles):
-        draw_curves(left, study[variant, "HalfCheetah"], "eval/episodic_return", style, variants[variant])
+        draw_curves(left, study[variant, "HalfCheetah"], RETURNS[0], style, variants[variant])
         draw_curves(right, study[variant, "HalfCheetah"], "sparsity/target", style)
     set_labels(left, "environment steps", "return")
     set_labels(right, "environment steps", "sparsity of the critics")
@@ -263,8 +299,8 @@ def draw_sizes():
     return figure
 
 
-def draw_atari():
-    study, tags = load_study("small_atari"), ("charts/episodic_return", "sparsity/target")
+def draw_small_atari():
+    study, tags = load_study("small_atari"), (RETURNS[1], "sparsity/target")
     print_table("Pong", study)
     figure, (panels,) = new_figure(1, 2, 9, 3.4)
     for (variant, _), runs in study.items():
@@ -277,8 +313,8 @@ def draw_atari():
     return figure
 
 
-def draw_offline():
-    study, tags = load_study("small_offline"), ("eval/episodic_return", "sparsity/target", "losses/cumulated")
+def draw_small_offline():
+    study, tags = load_study("small_offline"), (RETURNS[0], "sparsity/target", "losses/cumulated")
     print_table("Pong, offline", study)
     for runs in study.values():
         for run in runs:  # of a population the loss of the network that was chosen, the lowest
@@ -292,6 +328,29 @@ def draw_offline():
     for panel, label in zip(panels, ("return", "sparsity of the target", "loss between two target updates")):
         set_labels(panel, "gradient steps", label)
     panels[0].legend()
+    return figure
+
+
+def draw_paper(name: str, base: str):
+    """A study of the paper, with a column for each size or length: IQM over tasks and seeds, as there."""
+    study = load_study(name)
+    print_table(name, study)
+    columns = sorted({variant.partition("_")[2] for variant, _ in study}, reverse=True)  # small first, or short
+    figure, axes = new_figure(2, len(columns), 1 + 3.3 * len(columns), 5.4)
+    for column, size in enumerate(columns):
+        chosen = [(variant, env) for variant, env in study if variant.endswith(f"_{size}")]
+        part = {(variant.partition("_")[0], env): study[variant, env] for variant, env in chosen}
+        part = normalise(complete(part))
+        for variant, (style, label) in ALGORITHMS.items():
+            tasks = [runs for (other, _), runs in part.items() if other == variant]
+            if tasks:
+                returns = next(tag for tag in RETURNS if tag in tasks[0][0])
+                draw_iqm(axes[0, column], tasks, returns, style, label.format(base) if column == 0 else None)
+                draw_iqm(axes[1, column], tasks, "sparsity/target", style)
+        n_tasks = len({env for _, env in part})
+        set_labels(axes[0, column], "", "normalised return (IQM)" if column == 0 else "", f"{size}, {n_tasks} tasks")
+        set_labels(axes[1, column], "steps", "sparsity (IQM)" if column == 0 else "")
+    figure.legend(loc="outside upper center", ncols=4)
     return figure
 
 
@@ -338,11 +397,15 @@ ALGORITHMS = {
 }
 FIGURES = {
     "population": draw_population,
-    "mujoco": draw_mujoco,
-    "regimes": draw_regimes,
-    "sizes": draw_sizes,
-    "atari": draw_atari,
-    "offline": draw_offline,
+    "small_mujoco": draw_small_mujoco,
+    "small_regimes": draw_small_regimes,
+    "small_sizes": draw_small_sizes,
+    "small_atari": draw_small_atari,
+    "small_offline": draw_small_offline,
+    "atari": lambda: draw_paper("atari", "DQN"),
+    "atari_lengths": lambda: draw_paper("atari_lengths", "DQN"),
+    "atari_offline": lambda: draw_paper("atari_offline", "CQL"),
+    "mujoco": lambda: draw_paper("mujoco", "SAC"),
 }
 
 

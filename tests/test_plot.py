@@ -3,6 +3,7 @@
 import itertools
 import shutil
 import sys
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +46,31 @@ def test_seeds_are_drawn_within_each_task():
     assert high == pytest.approx(3.2, abs=0.11)
 
 
+def test_returns_are_normalised_by_human_scores_or_by_the_dense_network():
+    """A task without a finished run of each variant is left out before."""
+    runs = {("dense", "Pong"): [20.0], ("eaude", "Pong"): [-20.7, 14.6], ("dense", "Ant"): [100.0, 300.0]}
+    runs |= {("eaude", "Ant"): [0.0, 300.0], ("eaude", "Hopper"): [1.0]}
+    curve, sparsity = "eval/episodic_return", (np.array([1]), np.array([0.5]))
+    study = {
+        key: [{curve: (np.array([1]), np.array([x])), "sparsity/target": sparsity} for x in returns]
+        for key, returns in runs.items()
+    }
+    normalised = plot.normalise(plot.complete(study))
+    scores = {key: plot.final(runs)[1].tolist() for key, runs in normalised.items()}
+    assert scores["eaude", "Pong"] == [0, 1]
+    assert scores["dense", "Pong"] == pytest.approx([40.7 / 35.3])
+    assert scores["dense", "Ant"] == [0.5, 1.5]
+    assert scores["eaude", "Ant"] == [0, 1.5]
+    assert ("eaude", "Hopper") not in scores
+    assert plot.final(normalised["eaude", "Ant"])[0].tolist() == [0.5, 0.5]
+    assert plot.final(study["eaude", "Ant"])[1].tolist() == [0, 300]  # the study itself is as it was
+
+
+def test_games_of_the_studies_have_human_scores():
+    for path in (ROOT / "benchmark" / "studies").glob("*atari*.toml"):
+        assert set(tomllib.loads(path.read_text())["env_ids"]) <= set(plot.SCORES)
+
+
 # ---- Files ----
 def write_run(folder, name, curves, last_line="Finished after 100 steps"):
     run = folder / name / "run"
@@ -70,6 +96,7 @@ def test_finished_runs_of_a_study_become_one_small_file(tmp_path, results):
     curves = {"eval/episodic_return": [(50, 5.0), (100, 1 / 3)], "charts/episodic_return": every_step}
     curves |= {"sparsity/target": every_step, "losses/alpha": every_step, "sparsity/critic_0/network_1": every_step}
     write_run(tmp_path / "study", "Ant__script__dense__1", curves)
+    write_run(tmp_path / "study", "Pong__script__offline__1", {"eval/episodic_return": [(100, 7.0)]})
     write_run(tmp_path / "study", "Ant__script__dense__2", {"charts/episodic_return": every_step})
     write_run(tmp_path / "study", "Ant__script__dense__3", curves, "Interrupted after 50 steps")
     assert plot.collect(tmp_path / "study") == results / "study.csv"
@@ -79,8 +106,9 @@ def test_finished_runs_of_a_study_become_one_small_file(tmp_path, results):
         "study,dense,Ant,1,eval/episodic_return,50,5",
         "study,dense,Ant,1,eval/episodic_return,100,0.33333",
     ]
-    (((variant, env), runs),) = plot.load_study("study").items()
-    assert (variant, env, len(runs)) == ("dense", "Ant", 2)
+    study = plot.load_study("study")
+    assert {key: len(runs) for key, runs in study.items()} == {("dense", "Ant"): 2, ("offline", "Pong"): 1}
+    runs = study["dense", "Ant"]
     assert set(runs[0]) == {"eval/episodic_return", "sparsity/target"}
     steps, values = runs[0]["sparsity/target"]  # the last of each part of the run
     assert steps.tolist() == values.tolist() == list(range(2, 101, 2))
@@ -95,7 +123,7 @@ def test_finished_runs_of_a_study_become_one_small_file(tmp_path, results):
 def test_a_folder_without_finished_runs_is_said(tmp_path, results):
     with pytest.raises(SystemExit, match="there is no finished run of a sweep in"):
         plot.main(plot.Args(tmp_path))
-    with pytest.raises(SystemExit, match="--only takes one of population, mujoco, regimes"):
+    with pytest.raises(SystemExit, match="--only takes one of population, small_mujoco, small_regimes"):
         plot.main(plot.Args(only="nothing"))
 
 
@@ -109,19 +137,23 @@ STUDIES = {
     "small_sizes": ("HalfCheetah", "eaude_32 eaude_512"),
     "small_atari": ("Pong", "dense eaude polyprune"),
     "small_offline": ("Pong", "dense eaude polyprune"),
+    "atari": ("Pong Breakout", "dense_small eaude_small polyprune_small dense_large eaude_large polyprune_large"),
+    "atari_lengths": ("Pong", "dense_short eaude_short polyprune_short"),
+    "atari_offline": ("Pong", "dense_small eaude_small polyprune_small"),
+    "mujoco": ("Ant Humanoid", "dense_small eaude_small polyprune_small oracle_small"),
 }
 
 
 def write_study(results, name, unfinished):
     """A return of 100 from the dense network in each task, of 90 from others; two seeds, of some runs one."""
     envs, variants = (text.split() for text in STUDIES[name])
-    returns = "charts/episodic_return" if name == "small_atari" else "eval/episodic_return"
+    returns = "charts/episodic_return" if name in ("small_atari", "atari", "atari_lengths") else "eval/episodic_return"
     with open(results / f"{name}.csv", "w") as file:
         print(*plot.COLUMNS, sep=",", file=file)
         for env, variant, seed in itertools.product(envs, variants, (1, 2)):
             losses = ["losses/cumulated_0", "losses/cumulated_1"] if variant == "eaude" else ["losses/cumulated"]
             for tag, step in itertools.product([returns, "sparsity/target", *losses], (50_000, 100_000)):
-                value = {returns: 100 if variant == "dense" else 90, "losses/cumulated_1": step / 1e6}.get(tag, 0.5)
+                value = {returns: 100 if "dense" in variant else 90, "losses/cumulated_1": step / 1e6}.get(tag, 0.5)
                 if (env, variant, seed) not in unfinished:
                     print(name, variant, env, seed, tag, step, value, sep=",", file=file)
 
@@ -141,6 +173,13 @@ def test_figures_of_studies_that_are_not_finished(results, capsys, monkeypatch):
     assert "| HalfCheetah | eaude | 1 | 90.0 | 0.500 |" in output
     assert "| HalfCheetah | dense | 2 | 100.0 (100.0 to 100.0) | 0.500 (0.500 to 0.500) |" in output
     assert "| EauDeSAC | 0.90 (0.90 to 0.90) |" in output  # of HalfCheetah and Hopper
+    ends = [line.get_ydata()[-1] for line in plot.FIGURES["mujoco"]().axes[0].lines]
+    assert ends == pytest.approx([1, 0.9, 0.9, 0.9])  # dense, then the others
+    small, large, *_ = plot.FIGURES["atari"]().axes
+    human = [(100 + 20.7) / 35.3, (100 - 1.7) / 28.8]  # of Pong and Breakout
+    for panel, title in ((small, "small, 2 tasks"), (large, "large, 2 tasks")):
+        assert panel.get_title() == title
+        assert panel.lines[0].get_ydata()[-1] == pytest.approx(np.mean(human))
 
 
 # ---- What is in git ----
