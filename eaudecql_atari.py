@@ -142,7 +142,7 @@ def make_env(env_id: str, n_envs: int, horizon: int) -> ale_py.AtariVectorEnv:
         maxpool=True,  # over the last two frames
         noop_max=0,
         episodic_life=False,  # game over, not the loss of a life, ends an episode
-        reward_clipping=False,  # the replay memory clips; returns are the game's score
+        reward_clipping=False,  # rewards are clipped for learning only; returns are the game's score
         use_fire_reset=False,
     )
 
@@ -342,7 +342,6 @@ class AgentState(NamedTuple):
     masks: dict  # (K, ...) bool, False where a weight is pruned
     cumulated_losses: jax.Array  # (K,), since the last target update [L_k]
     sparsities: jax.Array  # (K,) [s_t]
-    target_idx: jax.Array  # (), the network that the target was copied from [psi]
 
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
@@ -371,7 +370,6 @@ def init_agent(args: Args, network: QNetwork, key: jax.Array) -> AgentState:
         masks=jax.tree.map(lambda x: jnp.ones(x.shape, bool), params),
         cumulated_losses=jnp.zeros(args.n_networks),
         sparsities=jnp.zeros(args.n_networks),
-        target_idx=jnp.zeros((), int),
     )
 
 
@@ -419,7 +417,7 @@ def learn_many(args: Args, network: QNetwork, state: AgentState, batches: Batch)
 
 def prune_copies(args: Args, rng: np.random.Generator, state: AgentState, parents: np.ndarray, step: int) -> AgentState:
     """Alg. 1, l. 15: the duplicated networks are pruned to a sparsity drawn by Eq. (3), all others stay as they are."""
-    state, next_step = jax.tree.map(np.array, state), step + args.target_period  # numpy ranks weights faster
+    state, next_step = jax.tree.map(np.array, state), step + args.target_period  # of numpy, to write to
     for k in np.flatnonzero(parents != np.arange(args.n_networks)):
         noise, parent_sparsity = rng.uniform(0, args.max_noise), float(state.sparsities[parents[k]])
         sparsity = next_sparsity(parent_sparsity, noise, step, next_step, args.total_timesteps, args.max_speed)
@@ -479,7 +477,7 @@ def train(args: Args) -> Path:
 
             if step % args.target_period == 0:  # l. 12
                 target_idx = state.cumulated_losses.argmin()  # l. 13
-                state = state._replace(target_idx=target_idx, target_params=network_at(state.params, target_idx))
+                state = state._replace(target_params=network_at(state.params, target_idx))
                 run.log({"sparsity/target": state.sparsities[target_idx], "sparsity/network": state.sparsities})
                 parents = select_population(rng, state.cumulated_losses, args.tournament_size)  # l. 14
                 run.log({"losses/cumulated": state.cumulated_losses, "population/parent": parents})
@@ -560,7 +558,7 @@ class Run:
                     self.show()
         self.show()
         end, n_kept = "Interrupted" if self.stopped else "Finished", np.count_nonzero(self.weights)
-        print(f"\n{end} after {self.step:,} steps, with {n_kept:,} of {self.weights.size:,} weights")
+        print(f"\n{end} after {self.step:,} steps, with {n_kept:,} of {self.weights.size:,} weights", flush=True)
         if self.stopped and self.args.checkpoint_period:
             print(f"python {sys.argv[0]} --resume {self.folder}")
         print(f"python play_policy.py {self.folder}/policy.npz\ntensorboard --logdir {self.folder.parent}")
@@ -621,7 +619,7 @@ class Run:
 def main(args: Args) -> None:
     try:
         train(args)
-    except (OSError, json.JSONDecodeError) as error:  # a missing file, a full disk, the lock of another process
+    except (OSError, MemoryError, json.JSONDecodeError) as error:  # a missing file, a full disk, a run in use
         fail(str(error))
 
 

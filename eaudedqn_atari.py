@@ -74,7 +74,7 @@ class Args:
 
 SMALLEST = {"seed": 0, "checkpoint_period": 0, "horizon": 2, "buffer_size": 2}  # all other whole numbers: 1
 LARGEST = {"seed": 2**31 - 1, "horizon": 2**29 - 1, "max_noise": 1e9, "cql_alpha": 1e9}  # all other fractions: 1
-NOT_SMALLER = {"n_networks": "tournament_size", "buffer_size": "batch_size", "total_timesteps": "learning_starts"}
+NOT_SMALLER = {"n_networks": "tournament_size", "total_timesteps": "learning_starts"}
 
 
 def fail(message: str) -> NoReturn:
@@ -138,7 +138,7 @@ def make_env(env_id: str, n_envs: int, horizon: int) -> ale_py.AtariVectorEnv:
         maxpool=True,  # over the last two frames
         noop_max=0,
         episodic_life=False,  # game over, not the loss of a life, ends an episode
-        reward_clipping=False,  # the replay memory clips; returns are the game's score
+        reward_clipping=False,  # rewards are clipped for learning only; returns are the game's score
         use_fire_reset=False,
     )
 
@@ -156,7 +156,8 @@ def frames_on_disk(path: Path, shape: tuple[int, ...]) -> np.ndarray:
     n_bytes = math.prod(shape)
     if not path.exists() and n_bytes > shutil.disk_usage(path.parent).free:
         fail(f"{path} needs {n_bytes / 1e9:,.1f} GB: lower --buffer-size, or keep it in RAM with --checkpoint-period 0")
-    with open(path, "ab") as file:
+    path.touch()
+    with open(path, "rb+") as file:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, n_bytes)  # what is there already stays
     return np.memmap(path, np.uint8, "r+", shape=shape)
@@ -310,7 +311,6 @@ class AgentState(NamedTuple):
     masks: dict  # (K, ...) bool, False where a weight is pruned
     cumulated_losses: jax.Array  # (K,), since the last target update [L_k]
     sparsities: jax.Array  # (K,) [s_t]
-    target_idx: jax.Array  # (), the network that the target was copied from [psi]
 
 
 def make_optimizer(args: Args) -> optax.GradientTransformation:
@@ -339,7 +339,6 @@ def init_agent(args: Args, network: QNetwork, key: jax.Array) -> AgentState:
         masks=jax.tree.map(lambda x: jnp.ones(x.shape, bool), params),
         cumulated_losses=jnp.zeros(args.n_networks),
         sparsities=jnp.zeros(args.n_networks),
-        target_idx=jnp.zeros((), int),
     )
 
 
@@ -378,7 +377,7 @@ def learn(args: Args, network: QNetwork, state: AgentState, batch: Batch) -> tup
 
 def prune_copies(args: Args, rng: np.random.Generator, state: AgentState, parents: np.ndarray, step: int) -> AgentState:
     """Alg. 1, l. 15: the duplicated networks are pruned to a sparsity drawn by Eq. (3), all others stay as they are."""
-    state, next_step = jax.tree.map(np.array, state), step + args.target_period  # numpy ranks weights faster
+    state, next_step = jax.tree.map(np.array, state), step + args.target_period  # of numpy, to write to
     for k in np.flatnonzero(parents != np.arange(args.n_networks)):
         noise, parent_sparsity = rng.uniform(0, args.max_noise), float(state.sparsities[parents[k]])
         sparsity = next_sparsity(parent_sparsity, noise, step, next_step, args.total_timesteps, args.max_speed)
@@ -436,7 +435,7 @@ def train(args: Args) -> Path:
             if terminals[0] or truncations[0]:
                 run.log({"charts/episodic_return": score, "charts/episodic_length": len(played)})
                 seed, played, score = int(rng.integers(2**30)), [], 0.0
-                next_observations, _ = env.reset(seed=seed)
+                next_observations, _ = env.reset(seed=seed)  # so that --resume can play the episode again
             memory.add(observations, actions, rewards, terminals, truncations, next_observations)  # l. 5
             observations = next_observations
             if not np.isfinite(state.cumulated_losses).any():
@@ -445,7 +444,7 @@ def train(args: Args) -> Path:
             # DIFFERS: no target update before the first gradient step, when all cumulated losses are 0.
             if step % args.target_period == 0 and state.cumulated_losses.any():  # l. 12
                 target_idx = state.cumulated_losses.argmin()  # l. 13
-                state = state._replace(target_idx=target_idx, target_params=network_at(state.params, target_idx))
+                state = state._replace(target_params=network_at(state.params, target_idx))
                 run.log({"sparsity/target": state.sparsities[target_idx], "sparsity/network": state.sparsities})
                 parents = select_population(rng, state.cumulated_losses, args.tournament_size)  # l. 14
                 run.log({"losses/cumulated": state.cumulated_losses, "population/parent": parents})
@@ -523,7 +522,7 @@ class Run:
                     self.show()
         self.show()
         end, n_kept = "Interrupted" if self.stopped else "Finished", np.count_nonzero(self.weights)
-        print(f"\n{end} after {self.step:,} steps, with {n_kept:,} of {self.weights.size:,} weights")
+        print(f"\n{end} after {self.step:,} steps, with {n_kept:,} of {self.weights.size:,} weights", flush=True)
         if self.stopped and self.args.checkpoint_period:
             print(f"python {sys.argv[0]} --resume {self.folder}")
         print(f"python play_policy.py {self.folder}/policy.npz\ntensorboard --logdir {self.folder.parent}")
@@ -584,7 +583,7 @@ class Run:
 def main(args: Args) -> None:
     try:
         train(args)
-    except (OSError, json.JSONDecodeError) as error:  # a missing file, a full disk, the lock of another process
+    except (OSError, MemoryError, json.JSONDecodeError) as error:  # a missing file, a full disk, a run in use
         fail(str(error))
 
 

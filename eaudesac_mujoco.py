@@ -384,7 +384,7 @@ def learn(args: Args, actor: Actor, critic: Critic, state: AgentState, batches: 
 
 def prune_critic_copies(args: Args, rng: np.random.Generator, state: AgentState, parents: np.ndarray, step: int):
     """Alg. 2, l. 15: the duplicated networks are pruned to a sparsity drawn by Eq. (3), all others stay as they are."""
-    state, next_step = jax.tree.map(np.array, state), step + args.pruning_period  # numpy ranks weights faster
+    state, next_step = jax.tree.map(np.array, state), step + args.pruning_period  # of numpy, to write to
     for i, k in np.argwhere(parents != np.arange(args.n_networks)):
         parent = i, parents[i, k]
         noise, parent_sparsity = rng.uniform(0, args.max_noise), float(state.sparsities[parent])
@@ -561,7 +561,7 @@ class Run:
                     self.show()
         self.show()
         end, n_kept = "Interrupted" if self.stopped else "Finished", np.count_nonzero(self.weights)
-        print(f"\n{end} after {self.step:,} steps, with {n_kept:,} of {self.weights.size:,} weights")
+        print(f"\n{end} after {self.step:,} steps, with {n_kept:,} of {self.weights.size:,} weights", flush=True)
         if self.stopped and self.args.checkpoint_period:
             print(f"python {sys.argv[0]} --resume {self.folder}")
         print(f"python play_policy.py {self.folder}/policy.npz\ntensorboard --logdir {self.folder.parent}")
@@ -622,7 +622,7 @@ class Run:
 def main(args: Args) -> None:
     try:
         train(args)
-    except (OSError, json.JSONDecodeError) as error:  # a missing file, a full disk, the lock of another process
+    except (OSError, MemoryError, json.JSONDecodeError) as error:  # a missing file, a full disk, a run in use
         fail(str(error))
 
 

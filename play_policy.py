@@ -346,7 +346,7 @@ def write_film(path: Path, env, seed: int, actions: list) -> None:
 
     frames, (observations, _) = [], env.reset(seed=seed)
     for action in actions:  # the last one leads to the next episode
-        frames.append(observations[0, -1] if observations.ndim > 1 else env.render())
+        frames.append(observations[0, -1].copy() if observations.ndim > 1 else env.render())  # not the whole stack
         observations = env.step(action)[0]
     duration = 70  # ms, almost as in the game: 15 steps a second
     if observations.ndim == 1:  # half of MuJoCo's steps and pixels, for a small file
@@ -443,17 +443,20 @@ def play_policy(args: Args) -> None:
     print(f"{about['args']['env_id']}, {about['script']}.py after {about['step']:,} steps, sparsity of {sparsities}")
     rng, returns, first = np.random.default_rng(args.seed), [], None
     show_progress(returns, args.episodes)
-    for _ in range(args.episodes):
-        seed = int(rng.integers(2**30))
-        rewards, actions, inputs = play_episode(args, env, layers, rng, seed, recorder)
-        first = first or (seed, actions)
-        returns.append(sum(rewards))
-        show_progress(returns, args.episodes)
+    try:
+        for _ in range(args.episodes):
+            seed = int(rng.integers(2**30))
+            rewards, actions, inputs = play_episode(args, env, layers, rng, seed, recorder)
+            first = first or (seed, actions)
+            returns.append(sum(rewards))
+            show_progress(returns, args.episodes)
+    finally:  # after Ctrl-C, too
+        if recorder:
+            recorder.write()
     mean, std = np.mean(returns), np.std(returns)
     print(f"Return {mean:.1f} +- {std:.1f}, mean and standard deviation of {len(returns)} episodes")
     print("Each:", *np.round(returns, 1))
     if recorder:
-        recorder.write()
         print(f"Recorded in {args.record_dir}, next number {recorder.n_files}")
     if film_env:
         write_film(args.video, film_env, *first)

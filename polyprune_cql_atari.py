@@ -143,7 +143,7 @@ def make_env(env_id: str, n_envs: int, horizon: int) -> ale_py.AtariVectorEnv:
         maxpool=True,  # over the last two frames
         noop_max=0,
         episodic_life=False,  # game over, not the loss of a life, ends an episode
-        reward_clipping=False,  # the replay memory clips; returns are the game's score
+        reward_clipping=False,  # rewards are clipped for learning only; returns are the game's score
         use_fire_reset=False,
     )
 
@@ -510,7 +510,7 @@ class Run:
                     self.show()
         self.show()
         end, n_kept = "Interrupted" if self.stopped else "Finished", np.count_nonzero(self.weights)
-        print(f"\n{end} after {self.step:,} steps, with {n_kept:,} of {self.weights.size:,} weights")
+        print(f"\n{end} after {self.step:,} steps, with {n_kept:,} of {self.weights.size:,} weights", flush=True)
         if self.stopped and self.args.checkpoint_period:
             print(f"python {sys.argv[0]} --resume {self.folder}")
         print(f"python play_policy.py {self.folder}/policy.npz\ntensorboard --logdir {self.folder.parent}")
@@ -571,7 +571,7 @@ class Run:
 def main(args: Args) -> None:
     try:
         train(args)
-    except (OSError, json.JSONDecodeError) as error:  # a missing file, a full disk, the lock of another process
+    except (OSError, MemoryError, json.JSONDecodeError) as error:  # a missing file, a full disk, a run in use
         fail(str(error))
 
 

@@ -6,7 +6,7 @@
 """PolyPruneDQN on Atari: DQN whose network is pruned on a hand-made schedule. Also dense DQN and DistillDQN.
 
 The baseline of Vincent et al., "Eau De Q-Network: Adaptive Distillation of Neural Networks in Deep Reinforcement
-Learning", 2025, after Obando-Ceron et al., 2024. "l. 4" is a line of the paper\'s Algorithm 1 that plain DQN shares.
+Learning", 2025, after Obando-Ceron et al., 2024. "l. 4" is a line of the paper's Algorithm 1 that plain DQN shares.
 
     python polyprune_dqn_atari.py --env-id Pong
 """
@@ -75,7 +75,7 @@ class Args:
 
 SMALLEST = {"seed": 0, "checkpoint_period": 0, "horizon": 2, "buffer_size": 2}  # all other whole numbers: 1
 LARGEST = {"seed": 2**31 - 1, "horizon": 2**29 - 1, "max_noise": 1e9, "cql_alpha": 1e9}  # all other fractions: 1
-NOT_SMALLER = {"pruning_end": "pruning_start", "buffer_size": "batch_size", "total_timesteps": "learning_starts"}
+NOT_SMALLER = {"pruning_end": "pruning_start", "total_timesteps": "learning_starts"}
 
 
 def fail(message: str) -> NoReturn:
@@ -139,7 +139,7 @@ def make_env(env_id: str, n_envs: int, horizon: int) -> ale_py.AtariVectorEnv:
         maxpool=True,  # over the last two frames
         noop_max=0,
         episodic_life=False,  # game over, not the loss of a life, ends an episode
-        reward_clipping=False,  # the replay memory clips; returns are the game's score
+        reward_clipping=False,  # rewards are clipped for learning only; returns are the game's score
         use_fire_reset=False,
     )
 
@@ -157,7 +157,8 @@ def frames_on_disk(path: Path, shape: tuple[int, ...]) -> np.ndarray:
     n_bytes = math.prod(shape)
     if not path.exists() and n_bytes > shutil.disk_usage(path.parent).free:
         fail(f"{path} needs {n_bytes / 1e9:,.1f} GB: lower --buffer-size, or keep it in RAM with --checkpoint-period 0")
-    with open(path, "ab") as file:
+    path.touch()
+    with open(path, "rb+") as file:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, n_bytes)  # what is there already stays
     return np.memmap(path, np.uint8, "r+", shape=shape)
@@ -376,7 +377,7 @@ def train(args: Args) -> Path:
             if terminals[0] or truncations[0]:
                 run.log({"charts/episodic_return": score, "charts/episodic_length": len(played)})
                 seed, played, score = int(rng.integers(2**30)), [], 0.0
-                next_observations, _ = env.reset(seed=seed)
+                next_observations, _ = env.reset(seed=seed)  # so that --resume can play the episode again
             memory.add(observations, actions, rewards, terminals, truncations, next_observations)  # l. 5
             observations = next_observations
             if not np.isfinite(metrics.get("losses/td_loss", 0)):
@@ -460,7 +461,7 @@ class Run:
                     self.show()
         self.show()
         end, n_kept = "Interrupted" if self.stopped else "Finished", np.count_nonzero(self.weights)
-        print(f"\n{end} after {self.step:,} steps, with {n_kept:,} of {self.weights.size:,} weights")
+        print(f"\n{end} after {self.step:,} steps, with {n_kept:,} of {self.weights.size:,} weights", flush=True)
         if self.stopped and self.args.checkpoint_period:
             print(f"python {sys.argv[0]} --resume {self.folder}")
         print(f"python play_policy.py {self.folder}/policy.npz\ntensorboard --logdir {self.folder.parent}")
@@ -521,7 +522,7 @@ class Run:
 def main(args: Args) -> None:
     try:
         train(args)
-    except (OSError, json.JSONDecodeError) as error:  # a missing file, a full disk, the lock of another process
+    except (OSError, MemoryError, json.JSONDecodeError) as error:  # a missing file, a full disk, a run in use
         fail(str(error))
 
 

@@ -6,7 +6,7 @@
 """PolyPruneSAC on MuJoCo: SAC whose critics are pruned on a hand-made schedule. Also dense SAC.
 
 The baseline of Vincent et al., "Eau De Q-Network: Adaptive Distillation of Neural Networks in Deep Reinforcement
-Learning", 2025, after Obando-Ceron et al., 2024. "l. 3" is a line of the paper\'s Algorithm 2 that plain SAC shares.
+Learning", 2025, after Obando-Ceron et al., 2024. "l. 3" is a line of the paper's Algorithm 2 that plain SAC shares.
 
     python polyprune_sac_mujoco.py --env-id HalfCheetah
 """
@@ -76,7 +76,7 @@ class Args:
 
 SMALLEST = {"seed": 0, "checkpoint_period": 0, "horizon": 2, "buffer_size": 2}  # all other whole numbers: 1
 LARGEST = {"seed": 2**31 - 1, "horizon": 2**29 - 1, "max_noise": 1e9, "cql_alpha": 1e9}  # all other fractions: 1
-NOT_SMALLER = {"pruning_end": "pruning_start", "total_timesteps": "learning_starts"}  # the first than the second
+NOT_SMALLER = {"pruning_end": "pruning_start", "total_timesteps": "learning_starts"}
 
 
 def fail(message: str) -> NoReturn:
@@ -497,7 +497,7 @@ class Run:
                     self.show()
         self.show()
         end, n_kept = "Interrupted" if self.stopped else "Finished", np.count_nonzero(self.weights)
-        print(f"\n{end} after {self.step:,} steps, with {n_kept:,} of {self.weights.size:,} weights")
+        print(f"\n{end} after {self.step:,} steps, with {n_kept:,} of {self.weights.size:,} weights", flush=True)
         if self.stopped and self.args.checkpoint_period:
             print(f"python {sys.argv[0]} --resume {self.folder}")
         print(f"python play_policy.py {self.folder}/policy.npz\ntensorboard --logdir {self.folder.parent}")
@@ -558,7 +558,7 @@ class Run:
 def main(args: Args) -> None:
     try:
         train(args)
-    except (OSError, json.JSONDecodeError) as error:  # a missing file, a full disk, the lock of another process
+    except (OSError, MemoryError, json.JSONDecodeError) as error:  # a missing file, a full disk, a run in use
         fail(str(error))
 
 

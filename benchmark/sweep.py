@@ -56,6 +56,8 @@ class Run:
         if self.needed is None or not self.is_ready():
             return self.template
         sparsities = re.findall(r", sparsity ([\d.e-]+)", (self.needed / "log").read_text())  # of the progress
+        if not sparsities:
+            fail(f"{self.needed.name}, whose sparsity {self.folder.name} takes, ended before its first pruning")
         return re.sub(r"{\w+}", sparsities[-1], self.template)
 
 
@@ -68,9 +70,9 @@ def load_study(path: Path, runs_dir: Path) -> list[Run]:
 
     for seed, env_id, variant in itertools.product(seeds, env_ids, variants):
         script, _, flags = variants[variant].partition(" ")
-        shared = study.get("flags", "").replace("{env_id}", env_id)
-        command = f"{script} --env-id {env_id} --seed {seed} {shared} {flags}"
-        other = re.search(r"{(\w+)}", flags)
+        command = f"{script} --env-id {env_id} --seed {seed} {study.get('flags', '')} {flags}"
+        command = command.replace("{env_id}", env_id)
+        other = re.search(r"{(\w+)}", command)
         needed = folder(other[1], env_id, seed) if other else None
         runs.append(Run(folder(variant, env_id, seed), " ".join(command.split()), needed))
     return runs
@@ -219,6 +221,8 @@ def main(args: Args) -> None:
         runs = load_study(args.study, args.runs_dir)
     except (OSError, KeyError, tomllib.TOMLDecodeError) as error:
         fail(f"{args.study} is not a study: {error!r}")
+    if not runs or args.jobs < 1:
+        fail(f"{args.study} has no runs" if not runs else f"--jobs must be at least 1, not {args.jobs}")
     if args.worker:
         name = json.loads(args.worker.read_text())[int(os.environ["SLURM_ARRAY_TASK_ID"])]
         work(next(run for run in runs if run.folder.name == name))

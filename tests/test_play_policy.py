@@ -471,6 +471,22 @@ def test_what_is_played_is_recorded_and_an_offline_script_reads_it(tmp_path, cat
     assert len(set(recorded[60:])) == 3
 
 
+def test_ctrl_c_keeps_what_was_recorded(tmp_path, catch_envs, monkeypatch):
+    path, folder, played = atari_policy(tmp_path / "policy.npz", n_actions=3), tmp_path / "data", []
+
+    def interrupt(returns, n_episodes):
+        played.append(len(returns))
+        if len(returns) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(play_policy, "show_progress", interrupt)
+    with pytest.raises(SystemExit) as exit_info:
+        play_policy.main(Args(path, episodes=10, record_dir=folder))
+    assert (exit_info.value.code, played) == (130, [0, 1, 2])
+    *_, terminals = eaudecql_atari.load_file(eaudecql_atari.Args(dataset_dir=folder), 0, n_actions=3)
+    assert terminals.sum() == 2
+
+
 # ---- ONNX ------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("sparsity", [0.0, 0.95])
 @pytest.mark.parametrize("features", [TINY, (5, 7, 6, 40)])

@@ -1,8 +1,10 @@
 """A run that was killed and resumed ends as one that never stopped. Damaged and foreign checkpoints are refused."""
 
 import errno
+import fcntl
 import gc
 import json
+import os
 import random
 import re
 import shutil
@@ -324,6 +326,21 @@ def test_a_signal_in_the_last_step_changes_nothing(tmp_path, monkeypatch, capsys
     assert "Finished after 400 steps" in capsys.readouterr().out
 
 
+def test_the_end_is_in_the_log_before_the_checkpoint_is_deleted(run, tmp_path, monkeypatch):
+    """A sweep takes a run without either for one that has to start again."""
+    script, log, unlink, seen = polyprune_dqn_atari, tmp_path / "log", Path.unlink, []
+
+    def read_and_unlink(path, **options):
+        seen.append("Finished after 400 steps" in log.read_text())
+        unlink(path, **options)
+
+    monkeypatch.setattr(Path, "unlink", read_and_unlink)
+    with open(log, "w") as file:  # which has a buffer
+        monkeypatch.setattr(sys, "stdout", file)
+        script.train(script.Args(resume=run))
+    assert seen == [True] * 3
+
+
 def test_a_disk_that_fills_up_leaves_the_checkpoint_before(tmp_path, monkeypatch, capsys):
     script, save = polyprune_dqn_atari, polyprune_dqn_atari.write_npz.__defaults__[0]
 
@@ -424,6 +441,27 @@ def test_the_room_of_the_memory_is_taken_at_the_start(stopped):
     replay = (stopped / "replay").stat()
     assert replay.st_size == (100 + 4 + 300) * 84 * 84  # the buffer, the frames around it, what is left of the run
     assert replay.st_blocks * 512 >= replay.st_size
+
+
+def test_the_room_is_taken_on_file_systems_that_cannot_do_that_at_once(tmp_path, monkeypatch):
+    """On NFS glibc writes into every block of the file instead, unless it is open for appending."""
+
+    def write_into_blocks(fd, offset, n_bytes):
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_APPEND:
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        os.ftruncate(fd, n_bytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", write_into_blocks)
+    assert eaudedqn_atari.frames_on_disk(tmp_path / "replay", (2, 84, 84)).shape == (2, 84, 84)
+
+
+@pytest.mark.parametrize("script", [eaudesac_mujoco, polyprune_sac_mujoco], ids=["eaudesac", "polyprune_sac"])
+def test_a_memory_that_is_too_large_is_said(script, tmp_path, capsys):
+    message = r"error: Unable to allocate .* for an array with shape .*"
+    with pytest.raises(SystemExit) as exit_info:
+        script.main(script.Args(env_id="Hopper", buffer_size=10**13, runs_dir=tmp_path))
+    assert exit_info.value.code == 2
+    assert re.fullmatch(message + "\n", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("script", [eaudesac_mujoco, polyprune_sac_mujoco], ids=["eaudesac", "polyprune_sac"])

@@ -149,6 +149,8 @@ def test_a_dry_run_shows_every_command_and_does_nothing(tmp_path):
     ("text", "flags", "message"),
     [
         (STUDY, ["--jobs", "999"], "--jobs 999: each run needs a core of its own"),
+        (STUDY, ["--jobs", "0"], "--jobs must be at least 1, not 0"),
+        (STUDY.replace("[1, 2]", "[]"), [], "tiny.toml has no runs"),
         ("seeds = [1]", [], "is not a study: KeyError('variants')"),
         ("seeds = [", [], "is not a study: TOMLDecodeError"),
     ],
@@ -159,6 +161,20 @@ def test_wrong_input_gets_one_message(text, flags, message, tmp_path):
     assert result.stderr.startswith("error: ")
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_the_environment_is_filled_into_all_flags_and_a_missing_sparsity_is_said(tmp_path):
+    text = STUDY.replace(SHORT, "--shared {env_id}").replace("--max-speed 0.1", "--own {env_id}")
+    folder = write_study(tmp_path / "study", text)
+    flags = "--env-id InvertedPendulum --seed 1 --shared InvertedPendulum"
+    first = run_sweep(folder, "--dry-run").stdout.splitlines()[1]
+    assert first == f"missing: python eaudesac_mujoco.py {flags} --own InvertedPendulum"
+    eaude = folder / "tiny" / "InvertedPendulum__eaudesac_mujoco__eaude__1"
+    eaude.mkdir(parents=True)
+    (eaude / "log").write_text("on 1 cores\n50/50 steps\nFinished after 50 steps")
+    result = run_sweep(folder, "--dry-run")
+    assert result.returncode == 2
+    assert f"{eaude.name}, whose sparsity InvertedPendulum__polyprune_sac_mujoco__oracle__1 takes" in result.stderr
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmark" / "studies").glob("*.toml")), ids=lambda path: path.stem)
