@@ -22,11 +22,10 @@ from PIL import Image
 matplotlib.use("Agg")  # no screen is needed
 import matplotlib.pyplot as plt
 
-RESULTS = Path(__file__).resolve().parent / "results"
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmark" / "results"
 RETURNS = "eval/episodic_return", "charts/episodic_return"  # the second where a script does not evaluate
-TAGS = rf"{'|'.join(RETURNS)}|sparsity/target|losses/cumulated(_\d)?"  # what the figures need
-POPULATION_TAGS = r"(sparsity/network|losses/cumulated|population/parent)_\d"
-N_POINTS = 50  # of a curve in a CSV file
+N_POINTS = 50  # of a curve in a CSV file, unless it is one of evaluations
 N_RESAMPLES = 2_000  # of a bootstrap interval
 COLUMNS = "study", "variant", "env", "seed", "tag", "step", "value"
 # Colours of Okabe and Ito, which colour-blind people can tell apart; each algorithm has its own line and marker, too.
@@ -67,12 +66,24 @@ def read_events(folder: Path) -> Curves:
 
 
 def thin(steps: np.ndarray, values: np.ndarray, total: int, mean: bool) -> tuple[np.ndarray, np.ndarray]:
-    """At most N_POINTS, each at the end of an equal part of the run: the mean over the part, or its last value."""
+    """A point at the end of each of N_POINTS equal parts of the run: the mean over the part, or its last value."""
     if len(steps) <= N_POINTS:
         return steps, values
     parts = np.ceil(steps * N_POINTS / total).astype(int)
     ends = [np.flatnonzero(parts == part) for part in np.unique(parts)]
     return np.unique(parts) * total // N_POINTS, np.array([values[i].mean() if mean else values[i[-1]] for i in ends])
+
+
+def needed(curves: Curves, study: str) -> Curves:
+    """The curves of a run that figures are made of."""
+    if study == "population":
+        names = r"(sparsity/network|losses/cumulated|population/parent)_\d+"
+        return {tag: points for tag, points in curves.items() if re.fullmatch(names, tag)}
+    losses = [points for tag, points in curves.items() if re.fullmatch(r"losses/cumulated_\d+", tag)]
+    if losses:  # of a population that of the network that becomes the target, the lowest
+        curves["losses/cumulated"] = losses[0][0], np.min([values for _, values in losses], axis=0)
+    tags = next(tag for tag in RETURNS if tag in curves), "sparsity/target", "losses/cumulated"
+    return {tag: curves[tag] for tag in tags if tag in curves}
 
 
 def collect(folder: Path) -> Path:
@@ -85,13 +96,10 @@ def collect(folder: Path) -> Path:
             continue
         env, _, variant, seed = path.parent.parent.name.split("__")
         total = json.loads((path.parent / "args.json").read_text())["total_timesteps"]
-        curves = read_events(path.parent)
-        if RETURNS[0] in curves:
-            curves.pop(RETURNS[1], None)
-        for tag, points in curves.items():
-            if re.fullmatch(POPULATION_TAGS if study == "population" else TAGS, tag):
+        for tag, points in needed(read_events(path.parent), study).items():
+            if tag != RETURNS[0]:
                 points = thin(*points, total, mean=not tag.startswith("sparsity"))
-                rows += [(study, variant, env, seed, tag, step, f"{value:.5g}") for step, value in zip(*points)]
+            rows += [(study, variant, env, seed, tag, step, f"{value:.5g}") for step, value in zip(*points)]
     if not rows:
         sys.exit(f"error: there is no finished run of a sweep in {folder}")
     RESULTS.mkdir(exist_ok=True)
@@ -149,7 +157,10 @@ def final(runs: list[Curves]) -> tuple[np.ndarray, np.ndarray]:
 def complete(study: Study) -> Study:
     """Without the tasks that a variant has not finished with any seed."""
     variants = {variant for variant, _ in study}
-    return {key: runs for key, runs in study.items() if all((variant, key[1]) in study for variant in variants)}
+    result = {key: runs for key, runs in study.items() if all((variant, key[1]) in study for variant in variants)}
+    if not result:
+        raise KeyError("every variant in one task")
+    return result
 
 
 def normalise(study: Study) -> Study:
@@ -164,10 +175,29 @@ def normalise(study: Study) -> Study:
     return result
 
 
+def chance_sparsity(total: int, first: int, period: int, max_noise: float = 3.0) -> tuple[np.ndarray, np.ndarray]:
+    """Steps, and the target's sparsity if losses were random numbers: where EauDe's rule leads without a selection."""
+    sys.path.insert(0, str(ROOT))
+    from eaudedqn_atari import Args, next_sparsity, select_population
+
+    rng, args, steps = np.random.default_rng(0), Args(), np.arange(first, total + 1, period)
+    curves = np.zeros((10, len(steps)))  # of so many runs
+    for curve in curves:
+        sparsities = np.zeros(args.n_networks)
+        for i, step in enumerate(steps):
+            losses = rng.random(args.n_networks)
+            curve[i] = sparsities[losses.argmin()]
+            parents = select_population(rng, losses, args.tournament_size)
+            for k in np.flatnonzero(parents != np.arange(args.n_networks)):
+                noise, parent = rng.uniform(0, max_noise), sparsities[parents[k]]
+                sparsities[k] = next_sparsity(parent, noise, step, step + period, total, args.max_speed)
+    return steps, curves.mean(axis=0)
+
+
 def with_interval(scores: Sequence[np.ndarray], statistic: Callable, digits: int) -> str:
-    """Of seeds, a row for each task. A single seed has no interval."""
+    """Of seeds, a row for each task. A single seed has no interval, nor have equal ones."""
     low, high = bootstrap_interval(scores, statistic)
-    interval = f" ({low:,.{digits}f} to {high:,.{digits}f})" if max(map(len, scores)) > 1 else ""
+    interval = f" ({low:,.{digits}f} to {high:,.{digits}f})" if low < high else ""
     return f"{statistic(np.concatenate(scores)):,.{digits}f}{interval}"
 
 
@@ -184,7 +214,7 @@ def print_table(title: str, study: Study) -> None:
 
 # ---- Parts of figures ------------------------------------------------------------------------------------------------
 def new_figure(n_rows: int, n_columns: int, width: float, height: float):
-    """Sizes in inches, shown at 100 pixels to the inch."""
+    """Sizes in inches."""
     figure, axes = plt.subplots(n_rows, n_columns, figsize=(width, height), squeeze=False, layout="constrained")
     for panel in axes.ravel():
         panel.spines[["top", "right"]].set_visible(False)
@@ -209,6 +239,15 @@ def draw_curves(panel, runs: list[Curves], tag: str, style: tuple[str, ...], lab
     steps, values = seeds_of(runs, tag)
     panel.plot(steps, values.mean(axis=0), color=style[0], linestyle=style[1], label=label)
     panel.fill_between(steps, values.min(axis=0), values.max(axis=0), color=style[0], alpha=0.15, linewidth=0)
+
+
+def draw_chance(panels: Sequence, *schedule: float, line: str = "-", label: bool = True) -> None:
+    steps, sparsities = chance_sparsity(*schedule)
+    for panel in panels:
+        panel.plot(steps, sparsities, color="#888888", linewidth=1, linestyle=line)
+    panel.lines[-1].set_label("EauDe, random losses" if label else None)
+    noise = f" with U_max = {schedule[3]}" if len(schedule) > 3 else ""
+    print(f"\nIf losses were random, EauDe{noise} would end at a sparsity of {sparsities[-1]:.2f}.")
 
 
 def draw_iqm(panel, tasks: list[list[Curves]], tag: str, style: tuple[str, ...], label: str | None = None) -> None:
@@ -247,39 +286,44 @@ def draw_small_mujoco():
         sparsities, returns = zip(*map(final, tasks))
         draw_point(axes[1, -1], sparsities, returns, iqm, color=style[0], marker=style[2], markerfacecolor="none")
         rows.append(f"| {label} | {with_interval(returns, iqm, 2)} |")
-    set_labels(axes[0, -1], "", "", "IQM, dense SAC's end = 1")
+    set_labels(axes[0, -1], "", "", "IQM / dense SAC's end")
     set_labels(axes[1, -1], "sparsity at the end", "return at the end (IQM)")
-    figure.legend(loc="outside upper center", ncols=4)
     print("\n".join(rows))
+    draw_chance(axes[1, :-1], 100_000, 5_100, 100)
+    for panel in axes[:, :-1].ravel():
+        panel.set_xlim(0, 100_000)
+    figure.legend(loc="outside upper center", ncols=5)
     return figure
 
 
 def draw_small_regimes():
     study = load_study("small_mujoco", "small_regimes")
-    study = {key: runs for key, runs in study.items() if key[1] == "HalfCheetah" and key[0] != "oracle"}
-    print_table("Regimes, HalfCheetah, 100,000 steps", study)
-    figure, ((left, right),) = new_figure(1, 2, 9, 3.6)
-    families = {"EauDeSAC": (EAUDE, ["eaude", "eaude_10", "eaude_30"])}
+    study = {key[0]: runs for key, runs in study.items() if key[1] == "HalfCheetah" and key[0] != "oracle"}
+    print_table("Regimes, HalfCheetah, 100,000 steps", {(variant, "HalfCheetah"): study[variant] for variant in study})
+    figure, ((left, right),) = new_figure(1, 2, 9, 3.8)
     hand_made = ["dense", "polyprune_50", "polyprune_80", "polyprune_90", "polyprune", "polyprune_99"]
-    families["PolyPruneSAC, from dense"] = POLYPRUNE, hand_made
-    families["PolyPruneSAC, global threshold"] = ORACLE, ["polyprune_global"]
-    texts = {"eaude": "$U_{max}$ = 3", "eaude_10": "10", "eaude_30": "30"}
+    families = {
+        "EauDeSAC, with $U_{max}$": (EAUDE, ["eaude_0", "eaude", "eaude_10", "eaude_30"]),
+        "PolyPruneSAC": (POLYPRUNE, hand_made),
+        "PolyPruneSAC, global": (ORACLE, ["polyprune_global"]),
+    }
     for name, (style, variants) in families.items():
-        points = [(variant, *final(study[variant, "HalfCheetah"])) for variant in variants]
-        means = [(sparsities.mean(), returns.mean()) for _, sparsities, returns in points]
+        points = [final(study[variant]) for variant in variants]
+        means = [(sparsities.mean(), returns.mean()) for sparsities, returns in points]
         left.plot(*zip(*means), color=style[0], linestyle=style[1], marker=style[2], markersize=4, label=name)
-        for (variant, sparsities, returns), mean in zip(points, means):
+        for sparsities, returns in points:
             draw_point(left, [sparsities], [returns], np.mean, color=style[0])
-            left.annotate(
-                texts.get(variant, ""), mean, (-8, -12), textcoords="offset points", ha="right", color=style[0]
-            )
-    for variant, line in zip(families["EauDeSAC"][1], ("-", "--", ":")):
-        label = f"$U_{{max}}$ = {variant.partition('_')[2] or 3}"
-        draw_curves(right, study[variant, "HalfCheetah"], "sparsity/target", (EAUDE[0], line), label)
+    for variant, noise, line in (("eaude_0", 0, ""), ("eaude", 3, "-"), ("eaude_10", 10, "--"), ("eaude_30", 30, ":")):
+        sparsities, returns = final(study[variant])
+        point, end = (sparsities.mean(), returns.mean()), (100_000, sparsities.mean())
+        left.annotate(noise, point, (9, -13), textcoords="offset points", ha="center", color=EAUDE[0])
+        if noise:
+            draw_curves(right, study[variant], "sparsity/target", (EAUDE[0], line))
+            right.annotate(noise, end, (4, -3), textcoords="offset points", color=EAUDE[0])
+            draw_chance([right], 100_000, 5_100, 100, noise, line=line, label=noise == 3)
     set_labels(left, "sparsity of the critics at the end", "return at the end")
     set_labels(right, "environment steps", "sparsity of the critics")
-    left.legend()
-    right.legend()
+    figure.legend(loc="outside upper center", ncols=4)
     return figure
 
 
@@ -290,8 +334,8 @@ def draw_small_sizes():
     print_table("Sizes of the critics, HalfCheetah, 100,000 steps", study)
     figure, ((left, right),) = new_figure(1, 2, 9, 3.4)
     styles = ("#56B4E9", ":"), EAUDE, ("#882255", "--")
-    for (variant, _), style in zip(study, styles):
-        draw_curves(left, study[variant, "HalfCheetah"], RETURNS[0], style, variants[variant])
+    for (variant, label), style in zip(variants.items(), styles):
+        draw_curves(left, study[variant, "HalfCheetah"], RETURNS[0], style, label)
         draw_curves(right, study[variant, "HalfCheetah"], "sparsity/target", style)
     set_labels(left, "environment steps", "return")
     set_labels(right, "environment steps", "sparsity of the critics")
@@ -307,27 +351,25 @@ def draw_small_atari():
         style, name = ALGORITHMS[variant]
         for panel, tag in zip(panels, tags):
             draw_curves(panel, runs, tag, style, name.format("DQN"))
+    draw_chance(panels[1:], 300_000, 6_000, 1_000)
     set_labels(panels[0], "environment steps", "return in training")
     set_labels(panels[1], "environment steps", "sparsity of the target")
-    panels[0].legend()
+    panels[1].legend()
     return figure
 
 
 def draw_small_offline():
     study, tags = load_study("small_offline"), (RETURNS[0], "sparsity/target", "losses/cumulated")
     print_table("Pong, offline", study)
-    for runs in study.values():
-        for run in runs:  # of a population the loss of the network that was chosen, the lowest
-            losses = [run.pop(tag) for tag in list(run) if tag.startswith("losses/cumulated_")]
-            run |= {"losses/cumulated": (losses[0][0], np.min([x for _, x in losses], axis=0))} if losses else {}
     figure, (panels,) = new_figure(1, 3, 11, 3.2)
     for (variant, _), runs in study.items():
         style, name = ALGORITHMS[variant]
         for panel, tag in zip(panels, tags):
             draw_curves(panel, runs, tag, style, name.format("CQL"))
-    for panel, label in zip(panels, ("return", "sparsity of the target", "loss between two target updates")):
+    draw_chance(panels[1:2], 60_000, 200, 200)
+    for panel, label in zip(panels, ("return", "sparsity of the target", "loss, summed between target updates")):
         set_labels(panel, "gradient steps", label)
-    panels[0].legend()
+    panels[1].legend()
     return figure
 
 
@@ -420,6 +462,9 @@ def main(args: Args) -> None:
             figure = FIGURES[name]()
         except FileNotFoundError as error:
             print(f"{name} is not drawn: there is no {error.filename}")
+            continue
+        except KeyError as error:
+            print(f"{name} is not drawn: there is no finished run of {error}")
             continue
         path = RESULTS / f"{name}.png"
         figure.savefig(path, dpi=150)

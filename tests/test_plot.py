@@ -95,10 +95,12 @@ def test_finished_runs_of_a_study_become_one_small_file(tmp_path, results):
     every_step = [(step, step) for step in range(1, 101)]
     curves = {"eval/episodic_return": [(50, 5.0), (100, 1 / 3)], "charts/episodic_return": every_step}
     curves |= {"sparsity/target": every_step, "losses/alpha": every_step, "sparsity/critic_0/network_1": every_step}
+    curves |= {f"losses/cumulated_{k}": [(step, 5 + (step + k) % 2) for step, _ in every_step] for k in range(2)}
     write_run(tmp_path / "study", "Ant__script__dense__1", curves)
     write_run(tmp_path / "study", "Pong__script__offline__1", {"eval/episodic_return": [(100, 7.0)]})
     write_run(tmp_path / "study", "Ant__script__dense__2", {"charts/episodic_return": every_step})
     write_run(tmp_path / "study", "Ant__script__dense__3", curves, "Interrupted after 50 steps")
+    write_run(tmp_path / "study", "Ant__script__dense__4", {"eval/episodic_return": every_step})
     assert plot.collect(tmp_path / "study") == results / "study.csv"
     lines = (results / "study.csv").read_text().splitlines()
     assert lines[:3] == [
@@ -107,9 +109,10 @@ def test_finished_runs_of_a_study_become_one_small_file(tmp_path, results):
         "study,dense,Ant,1,eval/episodic_return,100,0.33333",
     ]
     study = plot.load_study("study")
-    assert {key: len(runs) for key, runs in study.items()} == {("dense", "Ant"): 2, ("offline", "Pong"): 1}
+    assert {key: len(runs) for key, runs in study.items()} == {("dense", "Ant"): 3, ("offline", "Pong"): 1}
     runs = study["dense", "Ant"]
-    assert set(runs[0]) == {"eval/episodic_return", "sparsity/target"}
+    assert set(runs[0]) == {"eval/episodic_return", "sparsity/target", "losses/cumulated"}
+    assert set(runs[0]["losses/cumulated"][1]) == {5}  # of the best network at each target update
     steps, values = runs[0]["sparsity/target"]  # the last of each part of the run
     assert steps.tolist() == values.tolist() == list(range(2, 101, 2))
     steps, values = runs[1]["charts/episodic_return"]  # the mean of each part
@@ -117,7 +120,19 @@ def test_finished_runs_of_a_study_become_one_small_file(tmp_path, results):
     assert values.tolist() == [step - 0.5 for step in steps]
     assert plot.final_return(runs[0]) == pytest.approx((5 + 1 / 3) / 2, abs=1e-4)
     assert plot.final_return(runs[1]) == np.mean([step - 0.5 for step in range(92, 101, 2)])
+    assert plot.final_return(runs[2]) == 99  # evaluations are not thinned
     assert plot.final_sparsity(runs[0]) == 100
+
+
+def test_chance_is_the_rule_of_the_scripts_without_a_selection():
+    """More noise leads further, but never further than 1 % of the weights at each pruning."""
+    steps, sparsities = plot.chance_sparsity(1_000, 30, 10)
+    assert steps[[0, 1, -1]].tolist() == [30, 40, 1_000]
+    assert sparsities[0] == 0
+    assert (np.diff(sparsities) > -0.01).all()
+    assert sparsities[-1] < 1 - 0.99**98
+    assert plot.chance_sparsity(1_000, 30, 10, 0)[1].max() == 0
+    assert sparsities[-1] < plot.chance_sparsity(1_000, 30, 10, 30)[1][-1] < 1 - 0.99**98
 
 
 def test_a_folder_without_finished_runs_is_said(tmp_path, results):
@@ -132,7 +147,7 @@ STUDIES = {
     "small_mujoco": ("HalfCheetah Hopper Walker2d", "dense eaude polyprune oracle"),
     "small_regimes": (
         "HalfCheetah",
-        "eaude_10 eaude_30 polyprune_50 polyprune_80 polyprune_90 polyprune_99 polyprune_global",
+        "eaude_0 eaude_10 eaude_30 polyprune_50 polyprune_80 polyprune_90 polyprune_99 polyprune_global",
     ),
     "small_sizes": ("HalfCheetah", "eaude_32 eaude_512"),
     "small_atari": ("Pong", "dense eaude polyprune"),
@@ -151,9 +166,8 @@ def write_study(results, name, unfinished):
     with open(results / f"{name}.csv", "w") as file:
         print(*plot.COLUMNS, sep=",", file=file)
         for env, variant, seed in itertools.product(envs, variants, (1, 2)):
-            losses = ["losses/cumulated_0", "losses/cumulated_1"] if variant == "eaude" else ["losses/cumulated"]
-            for tag, step in itertools.product([returns, "sparsity/target", *losses], (50_000, 100_000)):
-                value = {returns: 100 if "dense" in variant else 90, "losses/cumulated_1": step / 1e6}.get(tag, 0.5)
+            for tag, step in itertools.product([returns, "sparsity/target", "losses/cumulated"], (50_000, 100_000)):
+                value = {returns: 100 if "dense" in variant else 90}.get(tag, 0.5)
                 if (env, variant, seed) not in unfinished:
                     print(name, variant, env, seed, tag, step, value, sep=",", file=file)
 
@@ -171,8 +185,10 @@ def test_figures_of_studies_that_are_not_finished(results, capsys, monkeypatch):
     assert {path.stem for path in results.glob("*.png")} == set(plot.FIGURES) - {"population"}
     output = capsys.readouterr().out
     assert "| HalfCheetah | eaude | 1 | 90.0 | 0.500 |" in output
-    assert "| HalfCheetah | dense | 2 | 100.0 (100.0 to 100.0) | 0.500 (0.500 to 0.500) |" in output
-    assert "| EauDeSAC | 0.90 (0.90 to 0.90) |" in output  # of HalfCheetah and Hopper
+    assert "| HalfCheetah | dense | 2 | 100.0 | 0.500 |" in output  # equal seeds have no interval
+    assert "| EauDeSAC | 0.90 |" in output  # of HalfCheetah and Hopper
+    labels = [line.get_label() for line in plot.FIGURES["small_sizes"]().axes[0].lines]
+    assert labels == ["32-32", "256-256", "512-512"]
     ends = [line.get_ydata()[-1] for line in plot.FIGURES["mujoco"]().axes[0].lines]
     assert ends == pytest.approx([1, 0.9, 0.9, 0.9])  # dense, then the others
     small, large, *_ = plot.FIGURES["atari"]().axes
@@ -180,6 +196,26 @@ def test_figures_of_studies_that_are_not_finished(results, capsys, monkeypatch):
     for panel, title in ((small, "small, 2 tasks"), (large, "large, 2 tasks")):
         assert panel.get_title() == title
         assert panel.lines[0].get_ydata()[-1] == pytest.approx(np.mean(human))
+
+
+def test_figures_without_a_variant_or_a_task_are_left_out(results, capsys):
+    results.mkdir()
+    write_study(
+        results,
+        "small_mujoco",
+        {(env, "oracle", seed) for env in ("HalfCheetah", "Hopper", "Walker2d") for seed in (1, 2)},
+    )
+    write_study(results, "small_atari", {("Pong", "dense", 1), ("Pong", "dense", 2)})
+    write_study(
+        results,
+        "mujoco",
+        {("Ant", "dense_small", seed) for seed in (1, 2)} | {("Humanoid", "eaude_small", seed) for seed in (1, 2)},
+    )
+    plot.main(plot.Args())
+    output = capsys.readouterr().out
+    assert "small_mujoco is not drawn: there is no finished run of ('oracle', 'HalfCheetah')" in output
+    assert "\nmujoco is not drawn: there is no finished run of 'every variant in one task'" in output
+    assert [path.stem for path in results.glob("*.png")] == ["small_atari"]
 
 
 # ---- What is in git ----
@@ -192,7 +228,7 @@ def test_all_figures_and_tables_can_be_made_again_from_the_files_in_git(results,
     for name in plot.FIGURES:
         plot.main(plot.Args(only=name))
         table = capsys.readouterr().out.rpartition("\n" + str(results))[0].strip()
-        assert "is not drawn" in table or table in readme
+        assert name == "population" or (name not in in_git) or (table and table in readme)
     assert {path.stem for path in results.glob("*.png")} == in_git
     for name in in_git:
         assert 10_000 < (results / f"{name}.png").stat().st_size < 200_000
