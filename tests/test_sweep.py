@@ -62,16 +62,18 @@ def results(folder):
 
 def processes_of(folder):
     """[(pid, name of the run)] of the scripts that work on a study."""
-    found = []
+    found, parents = [], {}
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            words = path.read_bytes().decode().split("\0")
+            words, pid = path.read_bytes().decode().split("\0"), int(path.parent.name)
+            parents[pid] = int(path.with_name("stat").read_text().rpartition(")")[2].split()[1])
         except OSError:  # it has ended meanwhile
             continue
         names = [word.removeprefix(f"{folder}/tiny/").split("/")[0] for word in words if f"{folder}/tiny/" in word]
         if names and "sweep.py" not in words[1]:
-            found.append((int(path.parent.name), names[0]))
-    return found
+            found.append((pid, names[0]))
+    # The import of glfw starts a child, which looks as its parent does until it has become another program.
+    return [(pid, name) for pid, name in found if (parents[pid], name) not in found]
 
 
 def checkpoints(folder):
