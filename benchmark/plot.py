@@ -7,6 +7,7 @@ python benchmark/plot.py --only small_regimes  # one of them, named as the study
 
 import csv
 import dataclasses
+import json
 import re
 import sys
 from collections import defaultdict
@@ -86,26 +87,34 @@ def needed(curves: Curves, study: str) -> Curves:
     return {tag: curves[tag] for tag in tags if tag in curves}
 
 
-def collect(folder: Path) -> Path:
-    """Of the finished runs of a sweep."""
-    import json
+def rows_of(path: Path, study: str, run: tuple[str, ...]) -> list[tuple]:
+    """Of the CSV file, for the run in the folder `path`."""
+    rows, total = [], json.loads((path / "args.json").read_text())["total_timesteps"]
+    for tag, points in needed(read_events(path), study).items():
+        if tag != RETURNS[0]:
+            points = thin(*points, total, mean=not tag.startswith("sparsity"))
+        rows += [(study, *run, tag, step, f"{value:.5g}") for step, value in zip(*points)]
+    return rows
 
-    rows, study = [], folder.resolve().name
-    for path in sorted(folder.glob("*/*/policy.npz")):
-        if "\nFinished after " not in (path.parent.parent / "log").read_text():
-            continue
+
+def collect(folder: Path) -> str:
+    """The finished runs of a sweep go into the file of the study. Runs in it that are not in the folder stay."""
+    study = folder.resolve().name
+    file, found, others = RESULTS / f"{study}.csv", {}, defaultdict(list)  # {(variant, env, seed): rows}
+    for path in folder.glob("*/*/policy.npz"):
         env, _, variant, seed = path.parent.parent.name.split("__")
-        total = json.loads((path.parent / "args.json").read_text())["total_timesteps"]
-        for tag, points in needed(read_events(path.parent), study).items():
-            if tag != RETURNS[0]:
-                points = thin(*points, total, mean=not tag.startswith("sparsity"))
-            rows += [(study, variant, env, seed, tag, step, f"{value:.5g}") for step, value in zip(*points)]
-    if not rows:
+        if "\nFinished after " in (path.parent.parent / "log").read_text():
+            found[variant, env, seed] = rows_of(path.parent, study, (variant, env, seed))
+    if not found:
         sys.exit(f"error: there is no finished run of a sweep in {folder}")
-    RESULTS.mkdir(exist_ok=True)
-    with open(RESULTS / f"{study}.csv", "w", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows])
-    return RESULTS / f"{study}.csv"
+    for row in list(csv.reader(file.read_text().splitlines()))[1:] if file.exists() else []:
+        if tuple(row[1:4]) not in found:
+            others[tuple(row[1:4])].append(row)
+    file.parent.mkdir(exist_ok=True)
+    runs = {**others, **found}
+    with open(file, "w", newline="") as out:
+        csv.writer(out, lineterminator="\n").writerows([COLUMNS, *[row for run in sorted(runs) for row in runs[run]]])
+    return f"{file}: {len(found)} runs of {folder}, {len(others)} others that were there"
 
 
 def load_study(*names: str) -> Study:

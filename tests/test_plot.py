@@ -101,7 +101,7 @@ def test_finished_runs_of_a_study_become_one_small_file(tmp_path, results):
     write_run(tmp_path / "study", "Ant__script__dense__2", {"charts/episodic_return": every_step})
     write_run(tmp_path / "study", "Ant__script__dense__3", curves, "Interrupted after 50 steps")
     write_run(tmp_path / "study", "Ant__script__dense__4", {"eval/episodic_return": every_step})
-    assert plot.collect(tmp_path / "study") == results / "study.csv"
+    plot.collect(tmp_path / "study")
     lines = (results / "study.csv").read_text().splitlines()
     assert lines[:3] == [
         "study,variant,env,seed,tag,step,value",
@@ -122,6 +122,23 @@ def test_finished_runs_of_a_study_become_one_small_file(tmp_path, results):
     assert plot.final_return(runs[1]) == np.mean([step - 0.5 for step in range(92, 101, 2)])
     assert plot.final_return(runs[2]) == 99  # evaluations are not thinned
     assert plot.final_sparsity(runs[0]) == 100
+
+
+def test_a_run_stays_in_the_file_when_its_folder_is_gone(tmp_path, results):
+    """Seeds of one study can be run on several machines, or in several sittings."""
+    folder, curve = tmp_path / "study", "eval/episodic_return"
+    write_run(folder, "Ant__script__dense__1", {curve: [(100, 1.0)]})
+    write_run(folder, "Ant__script__dense__2", {curve: [(100, 2.0)]})
+    plot.collect(folder)
+    before = (results / "study.csv").read_text()
+    assert "2 runs of" in plot.collect(folder)
+    assert (results / "study.csv").read_text() == before  # not there twice
+    shutil.rmtree(folder)
+    write_run(folder, "Ant__script__dense__2", {curve: [(50, 7.0), (100, 8.0)]})
+    write_run(folder, "Ant__script__dense__10", {curve: [(100, 3.0)]})
+    assert plot.collect(folder).endswith(f"study.csv: 2 runs of {folder}, 1 others that were there")
+    runs = plot.load_study("study")["dense", "Ant"]
+    assert [run[curve][1].tolist() for run in runs] == [[1], [7, 8], [3]]
 
 
 def test_chance_is_the_rule_of_the_scripts_without_a_selection():
