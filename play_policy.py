@@ -99,12 +99,12 @@ def write_whole(path: Path, write) -> None:
 
 
 # ---- Policy file -----------------------------------------------------------------------------------------------------
-def load_policy(path: Path) -> tuple[dict, dict]:
+def load_policy(path: Path | str) -> tuple[dict, dict]:
     """What the file says about itself, and its networks: `target` on Atari, `actor` and two critics on MuJoCo.
 
     Tensors have their names of flax: `networks["target"]["params"]["Conv_0"]["kernel"]`.
     """
-    data = path.read_bytes()
+    data = Path(path).read_bytes()
     try:
         zipped = zipfile.ZipFile(io.BytesIO(data))
         members, n_members = zipped.infolist(), int.from_bytes(data[-12:-10], "little")

@@ -185,7 +185,9 @@ def normalise(study: Study) -> Study:
     return result
 
 
-def chance_sparsity(total: int, first: int, period: int, max_noise: float = 3.0) -> tuple[np.ndarray, np.ndarray]:
+def chance_sparsity(
+    total: int, first: int, period: int, max_noise: float = 3.0, max_speed: float = 0.01
+) -> tuple[np.ndarray, np.ndarray]:
     """Steps, and the target's sparsity if losses were random numbers: where EauDe's rule leads without a selection."""
     sys.path.insert(0, str(ROOT))
     from eaudedqn_atari import Args, next_sparsity, select_population
@@ -200,7 +202,7 @@ def chance_sparsity(total: int, first: int, period: int, max_noise: float = 3.0)
             parents = select_population(rng, losses, args.tournament_size)
             for k in np.flatnonzero(parents != np.arange(args.n_networks)):
                 noise, parent = rng.uniform(0, max_noise), sparsities[parents[k]]
-                sparsities[k] = next_sparsity(parent, noise, step, step + period, total, args.max_speed)
+                sparsities[k] = next_sparsity(parent, noise, step, step + period, total, max_speed)
     return steps, curves.mean(axis=0)
 
 
@@ -251,12 +253,12 @@ def draw_curves(panel, runs: list[Curves], tag: str, style: tuple[str, ...], lab
     panel.fill_between(steps, values.min(axis=0), values.max(axis=0), color=style[0], alpha=0.15, linewidth=0)
 
 
-def draw_chance(panels: Sequence, *schedule: float, line: str = "-", label: bool = True) -> None:
-    steps, sparsities = chance_sparsity(*schedule)
+def draw_chance(panels: Sequence, *schedule: float, line: str = "-", label: bool = True, **flags: float) -> None:
+    steps, sparsities = chance_sparsity(*schedule, **flags)
     for panel in panels:
         panel.plot(steps, sparsities, color="#888888", linewidth=1, linestyle=line)
     panel.lines[-1].set_label("EauDe, random losses" if label else None)
-    noise = f" with U_max = {schedule[3]}" if len(schedule) > 3 else ""
+    noise = f" with U_max = {flags['max_noise']}" if "max_noise" in flags else ""
     print(f"\nIf losses were random, EauDe{noise} would end at a sparsity of {sparsities[-1]:.2f}.")
 
 
@@ -330,7 +332,7 @@ def draw_small_regimes():
         if noise:
             draw_curves(right, study[variant], "sparsity/target", (EAUDE[0], line))
             right.annotate(noise, end, (4, -3), textcoords="offset points", color=EAUDE[0])
-            draw_chance([right], 100_000, 5_100, 100, noise, line=line, label=noise == 3)
+            draw_chance([right], 100_000, 5_100, 100, max_noise=noise, line=line, label=noise == 3)
     set_labels(left, "sparsity of the critics at the end", "return at the end")
     set_labels(right, "environment steps", "sparsity of the critics")
     figure.legend(loc="outside upper center", ncols=4)
@@ -363,7 +365,7 @@ def draw_small_atari():
         style, name = ALGORITHMS[variant]
         for panel, tag in zip(panels, tags):
             draw_curves(panel, runs, tag, style, name.format("DQN"))
-    draw_chance(panels[1:], 120_000, 4_400, 400)
+    draw_chance(panels[1:], 120_000, 5_000, 1_000, max_speed=0.03)
     set_labels(panels[0], "environment steps", "return in training")
     set_labels(panels[1], "environment steps", "sparsity of the target")
     panels[1].legend()
@@ -378,7 +380,7 @@ def draw_small_offline():
         style, name = ALGORITHMS[variant]
         for panel, tag in zip(panels, tags):
             draw_curves(panel, runs, tag, style, name.format("CQL"))
-    draw_chance(panels[1:2], 20_000, 100, 100)
+    draw_chance(panels[1:2], 20_000, 400, 400, max_speed=0.07)
     for panel, label in zip(panels, ("return", "sparsity of the target", "loss, summed between target updates")):
         set_labels(panel, "gradient steps", label)
     panels[1].legend()

@@ -164,7 +164,7 @@ def test_the_network_that_is_played_needs_neither_jax_nor_more_than_one_thread(t
 def test_the_file_gives_back_the_networks_and_what_it_says_about_them(tmp_path):
     _, params = q_network(0.9)
     path = write_policy(tmp_path / "policy.npz", polyprune_dqn_atari, {"target": params}, env_id="MsPacman")
-    about, networks = load_policy(path)
+    about, networks = load_policy(str(path))  # as an engineer would call it
     assert_trees_equal(networks, {"target": params})
     assert (about["script"], about["step"], about["args"]["env_id"]) == ("polyprune_dqn_atari", 70, "MsPacman")
 

@@ -148,8 +148,9 @@ def test_chance_is_the_rule_of_the_scripts_without_a_selection():
     assert sparsities[0] == 0
     assert (np.diff(sparsities) > -0.01).all()
     assert sparsities[-1] < 1 - 0.99**98
-    assert plot.chance_sparsity(1_000, 30, 10, 0)[1].max() == 0
-    assert sparsities[-1] < plot.chance_sparsity(1_000, 30, 10, 30)[1][-1] < 1 - 0.99**98
+    assert plot.chance_sparsity(1_000, 30, 10, max_noise=0)[1].max() == 0
+    assert sparsities[-1] < plot.chance_sparsity(1_000, 30, 10, max_noise=30)[1][-1] < 1 - 0.99**98
+    assert sparsities[-1] > 1 - 0.999**98 > plot.chance_sparsity(1_000, 30, 10, max_speed=0.001)[1][-1]
 
 
 def test_a_folder_without_finished_runs_is_said(tmp_path, results):
