@@ -246,6 +246,13 @@ def seeds_of(runs: list[Curves], tag: str) -> tuple[np.ndarray, np.ndarray]:
     return steps, np.array([np.interp(steps, *run[tag]) for run in runs])
 
 
+def smooth(run: Curves, tag: str) -> Curves:
+    """At each step the mean over the tenth of the run that ends there, as in a final return: episodes differ a lot."""
+    steps, values = run[tag]
+    means = [values[(steps > step - 0.1 * steps[-1]) & (steps <= step)].mean() for step in steps]
+    return {**run, tag: (steps, np.array(means))}
+
+
 def draw_curves(panel, runs: list[Curves], tag: str, style: tuple[str, ...], label: str | None = None) -> None:
     """The mean over seeds, and from the lowest to the highest of them."""
     steps, values = seeds_of(runs, tag)
@@ -358,17 +365,17 @@ def draw_small_sizes():
 
 
 def draw_small_atari():
-    study, tags = load_study("small_atari"), (RETURNS[1], "sparsity/target")
+    study = load_study("small_atari")
     print_table("KungFuMaster, 120,000 steps", study)
-    figure, (panels,) = new_figure(1, 2, 9, 3.4)
+    figure, ((left, right),) = new_figure(1, 2, 9, 3.8)
     for (variant, _), runs in study.items():
         style, name = ALGORITHMS[variant]
-        for panel, tag in zip(panels, tags):
-            draw_curves(panel, runs, tag, style, name.format("DQN"))
-    draw_chance(panels[1:], 120_000, 5_000, 1_000, max_speed=0.03)
-    set_labels(panels[0], "environment steps", "return in training")
-    set_labels(panels[1], "environment steps", "sparsity of the target")
-    panels[1].legend()
+        draw_curves(left, [smooth(run, RETURNS[1]) for run in runs], RETURNS[1], style)
+        draw_curves(right, runs, "sparsity/target", style, name.format("DQN"))
+    draw_chance([right], 120_000, 5_000, 1_000, max_speed=0.03)
+    set_labels(left, "environment steps", "return in training")
+    set_labels(right, "environment steps", "sparsity of the target")
+    figure.legend(loc="outside upper center", ncols=4)
     return figure
 
 

@@ -141,6 +141,12 @@ def test_a_run_stays_in_the_file_when_its_folder_is_gone(tmp_path, results):
     assert [run[curve][1].tolist() for run in runs] == [[1], [7, 8], [3]]
 
 
+def test_returns_in_training_are_drawn_as_means_over_a_tenth_of_the_run():
+    run = {"return": (np.array([10, 50, 55, 95, 100]), np.array([1.0, 2.0, 4.0, 6.0, 8.0])), "other": None}
+    assert plot.smooth(run, "return")["return"][1].tolist() == [1, 2, 3, 6, 7]
+    assert run["return"][1].tolist() == [1, 2, 4, 6, 8]  # the run itself is as it was
+
+
 def test_chance_is_the_rule_of_the_scripts_without_a_selection():
     """More noise leads further, but never further than 1 % of the weights at each pruning."""
     steps, sparsities = plot.chance_sparsity(1_000, 30, 10)
