@@ -335,7 +335,8 @@ def draw_small_regimes():
     for variant, noise, line in (("eaude_0", 0, ""), ("eaude", 3, "-"), ("eaude_10", 10, "--"), ("eaude_30", 30, ":")):
         sparsities, returns = final(study[variant])
         point, end = (sparsities.mean(), returns.mean()), (100_000, sparsities.mean())
-        left.annotate(noise, point, (9, -13), textcoords="offset points", ha="center", color=EAUDE[0])
+        beside = 11 if noise in (0, 30) else -10  # the last three end close to each other
+        left.annotate(noise, point, (beside, -13), textcoords="offset points", ha="center", color=EAUDE[0])
         if noise:
             draw_curves(right, study[variant], "sparsity/target", (EAUDE[0], line))
             right.annotate(noise, end, (4, -3), textcoords="offset points", color=EAUDE[0])
