@@ -222,6 +222,7 @@ def print_table(title: str, study: Study) -> None:
         digits = 0 if abs(returns.mean()) > 100 else 1
         columns = with_interval([returns], np.mean, digits), with_interval([sparsities], np.mean, 3)
         print(f"| {env} | {variant} | {len(runs)} | {' | '.join(columns)} |")
+    print()
 
 
 # ---- Parts of figures ------------------------------------------------------------------------------------------------
@@ -266,7 +267,7 @@ def draw_chance(panels: Sequence, *schedule: float, line: str = "-", label: bool
         panel.plot(steps, sparsities, color="#888888", linewidth=1, linestyle=line)
     panel.lines[-1].set_label("EauDe, random losses" if label else None)
     noise = f" with U_max = {flags['max_noise']}" if "max_noise" in flags else ""
-    print(f"\nIf losses were random, EauDe{noise} would end at a sparsity of {sparsities[-1]:.2f}.")
+    print(f"If losses were random, EauDe{noise} would end at a sparsity of {sparsities[-1]:.2f}.")
 
 
 def draw_iqm(panel, tasks: list[list[Curves]], tag: str, style: tuple[str, ...], label: str | None = None) -> None:
@@ -292,7 +293,7 @@ def draw_small_mujoco():
     study = complete(study)
     normalised, envs = normalise(study), sorted({env for _, env in study})
     figure, axes = new_figure(2, len(envs) + 1, 11, 5.4)
-    rows = ["", "| algorithm | IQM of final returns / dense SAC's |", "|---|---|"]
+    rows = ["| algorithm | IQM of final returns / dense SAC's |", "|---|---|"]
     for variant, (style, name) in ALGORITHMS.items():
         label = name.format("SAC")
         for column, env in enumerate(envs):
@@ -303,11 +304,12 @@ def draw_small_mujoco():
         tasks = [normalised[variant, env] for env in envs]
         draw_iqm(axes[0, -1], tasks, RETURNS[0], style)
         sparsities, returns = zip(*map(final, tasks))
-        draw_point(axes[1, -1], sparsities, returns, iqm, color=style[0], marker=style[2], markerfacecolor="none")
+        beside = [x + 0.05 * (variant == "oracle") for x in sparsities]  # which has those of EauDeSAC
+        draw_point(axes[1, -1], beside, returns, iqm, color=style[0], marker=style[2], markerfacecolor="none")
         rows.append(f"| {label} | {with_interval(returns, iqm, 2)} |")
     set_labels(axes[0, -1], "", "", "IQM / dense SAC's end")
-    set_labels(axes[1, -1], "sparsity at the end", "return at the end (IQM)")
-    print("\n".join(rows))
+    set_labels(axes[1, -1], "final sparsity", "final return (IQM)")
+    print(*rows, "", sep="\n")
     draw_chance(axes[1, :-1], 100_000, 5_100, 100)
     for panel in axes[:, :-1].ravel():
         panel.set_xlim(0, 100_000)
@@ -317,7 +319,8 @@ def draw_small_mujoco():
 
 def draw_small_regimes():
     study = load_study("small_mujoco", "small_regimes")
-    study = {key[0]: runs for key, runs in study.items() if key[1] == "HalfCheetah" and key[0] != "oracle"}
+    n_seeds = max(map(len, load_study("small_regimes").values()))  # the other study has one more
+    study = {key[0]: runs[:n_seeds] for key, runs in study.items() if key[1] == "HalfCheetah" and key[0] != "oracle"}
     print_table("Regimes, HalfCheetah, 100,000 steps", {(variant, "HalfCheetah"): study[variant] for variant in study})
     figure, ((left, right),) = new_figure(1, 2, 9, 3.8)
     hand_made = ["dense", "polyprune_50", "polyprune_80", "polyprune_90", "polyprune", "polyprune_99"]
@@ -339,9 +342,9 @@ def draw_small_regimes():
         left.annotate(noise, point, (beside, -13), textcoords="offset points", ha="center", color=EAUDE[0])
         if noise:
             draw_curves(right, study[variant], "sparsity/target", (EAUDE[0], line))
-            right.annotate(noise, end, (4, -3), textcoords="offset points", color=EAUDE[0])
+            right.annotate(noise, end, (4, 0 if noise == 30 else -6), textcoords="offset points", color=EAUDE[0])
             draw_chance([right], 100_000, 5_100, 100, max_noise=noise, line=line, label=noise == 3)
-    set_labels(left, "sparsity of the critics at the end", "return at the end")
+    set_labels(left, "final sparsity of the critics", "final return")
     set_labels(right, "environment steps", "sparsity of the critics")
     figure.legend(loc="outside upper center", ncols=4)
     return figure
