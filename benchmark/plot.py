@@ -352,13 +352,14 @@ def draw_small_regimes():
 
 def draw_small_sizes():
     study = load_study("small_mujoco", "small_sizes")
-    variants = {"eaude_32": "32-32", "eaude": "256-256", "eaude_512": "512-512"}
+    variants = {"eaude_32": "32-32", "eaude_32_global": "32-32, global", "eaude_32_erk": "32-32, erk"}
+    variants |= {"eaude": "256-256", "eaude_512": "512-512"}
     study = {key: runs for key, runs in study.items() if key[0] in variants and key[1] == "HalfCheetah"}
     print_table("Sizes of the critics, HalfCheetah, 100,000 steps", study)
     figure, ((left, right),) = new_figure(1, 2, 9, 3.4)
-    styles = ("#56B4E9", ":"), EAUDE, ("#882255", "--")
+    styles = ("#0072B2", ":"), ("#56B4E9", "-."), ("#009E73", "--"), EAUDE, ("#882255", (0, (5, 1)))
     for (variant, label), style in zip(variants.items(), styles):
-        if (variant, "HalfCheetah") not in study:  # the largest takes hours
+        if (variant, "HalfCheetah") not in study:  # the largest takes two hours a seed
             continue
         draw_curves(left, study[variant, "HalfCheetah"], RETURNS[0], style, label)
         draw_curves(right, study[variant, "HalfCheetah"], "sparsity/target", style)

@@ -173,7 +173,7 @@ STUDIES = {
         "HalfCheetah",
         "eaude_0 eaude_10 eaude_30 polyprune_50 polyprune_80 polyprune_90 polyprune_99 polyprune_global",
     ),
-    "small_sizes": ("HalfCheetah", "eaude_32 eaude_512"),
+    "small_sizes": ("HalfCheetah", "eaude_32 eaude_32_global eaude_32_erk eaude_512"),
     "small_atari": ("Pong", "dense eaude polyprune"),
     "small_offline": ("Pong", "dense eaude polyprune"),
     "atari": ("Pong Breakout", "dense_small eaude_small polyprune_small dense_large eaude_large polyprune_large"),
@@ -215,7 +215,7 @@ def test_figures_of_studies_that_are_not_finished(results, capsys, monkeypatch):
     assert "| HalfCheetah | dense | 2 | 100.0 | 0.500 |" in regimes  # where others have two, a third is not compared
     assert "| EauDeSAC | 0.90 |" in output  # of HalfCheetah and Hopper
     labels = [line.get_label() for line in plot.FIGURES["small_sizes"]().axes[0].lines]
-    assert labels == ["32-32", "256-256", "512-512"]
+    assert labels == ["32-32", "32-32, global", "32-32, erk", "256-256", "512-512"]
     ends = [line.get_ydata()[-1] for line in plot.FIGURES["mujoco"]().axes[0].lines]
     assert ends == pytest.approx([1, 0.9, 0.9, 0.9])  # dense, then the others
     small, large, *_ = plot.FIGURES["atari"]().axes
