@@ -267,8 +267,9 @@ def draw_chance(panels: Sequence, *schedule: float, line: str = "-", label: bool
     for panel in panels:
         panel.plot(steps, sparsities, color="#888888", linewidth=1, linestyle=line)
     panel.lines[-1].set_label("EauDe, random losses" if label else None)
-    noise = f" with U_max = {flags['max_noise']}" if "max_noise" in flags else ""
-    print(f"If losses were random, EauDe{noise} would end at a sparsity of {sparsities[-1]:.2f}.")
+    symbols = {"max_noise": "U_max", "max_speed": "S_max"}
+    setting = "".join(f" with {symbols[flag]} = {value}" for flag, value in flags.items())
+    print(f"If losses were random, EauDe{setting} would end at a sparsity of {sparsities[-1]:.2f}.")
 
 
 def draw_iqm(panel, tasks: list[list[Curves]], tag: str, style: tuple[str, ...], label: str | None = None) -> None:
@@ -372,27 +373,32 @@ def draw_small_sizes():
 def draw_small_atari():
     study = load_study("small_atari")
     print_table("KungFuMaster, 120,000 steps", study)
-    figure, ((left, right),) = new_figure(1, 2, 9, 3.8)
+    figure, ((left, right),) = new_figure(1, 2, 9, 4.0)
+    speeds = {
+        "eaude": (EAUDE, "EauDe{}, $S_{{max}}$ = 0.03"),
+        "eaude_slow": (("#CC79A7", "-."), "EauDe{}, $S_{{max}}$ = 0.01"),
+    }
     for (variant, _), runs in study.items():
-        style, name = ALGORITHMS[variant]
+        style, name = (ALGORITHMS | speeds)[variant]
         draw_curves(left, [smooth(run, RETURNS[1]) for run in runs], RETURNS[1], style)
         draw_curves(right, runs, "sparsity/target", style, name.format("DQN"))
-    draw_chance([right], 120_000, 5_000, 1_000, max_speed=0.03)
+    for max_speed, line in ((0.03, "-"), (0.01, "--")):
+        draw_chance([right], 120_000, 5_000, 1_000, max_speed=max_speed, line=line, label=max_speed == 0.03)
     set_labels(left, "environment steps", "return in training")
     set_labels(right, "environment steps", "sparsity of the target")
-    figure.legend(loc="outside upper center", ncols=4)
+    figure.legend(loc="outside upper center", ncols=3)
     return figure
 
 
 def draw_small_offline():
     study, tags = load_study("small_offline"), (RETURNS[0], "sparsity/target", "losses/cumulated")
-    print_table("KungFuMaster, offline, 20,000 gradient steps", study)
+    print_table("KungFuMaster, offline, 40,000 gradient steps", study)
     figure, (panels,) = new_figure(1, 3, 11, 3.2)
     for (variant, _), runs in study.items():
         style, name = ALGORITHMS[variant]
         for panel, tag in zip(panels, tags):
             draw_curves(panel, runs, tag, style, name.format("CQL"))
-    draw_chance(panels[1:2], 20_000, 400, 400, max_speed=0.07)
+    draw_chance(panels[1:2], 40_000, 400, 400)
     for panel, label in zip(panels, ("return", "sparsity of the target", "loss, summed between target updates")):
         set_labels(panel, "gradient steps", label)
     panels[1].legend()

@@ -174,7 +174,7 @@ STUDIES = {
         "eaude_0 eaude_10 eaude_30 polyprune_50 polyprune_80 polyprune_90 polyprune_99 polyprune_global",
     ),
     "small_sizes": ("HalfCheetah", "eaude_32 eaude_32_global eaude_32_erk eaude_512"),
-    "small_atari": ("Pong", "dense eaude polyprune"),
+    "small_atari": ("Pong", "dense eaude eaude_slow polyprune"),
     "small_offline": ("Pong", "dense eaude polyprune"),
     "atari": ("Pong Breakout", "dense_small eaude_small polyprune_small dense_large eaude_large polyprune_large"),
     "atari_lengths": ("Pong", "dense_short eaude_short polyprune_short"),
