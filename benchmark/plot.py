@@ -399,9 +399,10 @@ def draw_small_offline():
         for panel, tag in zip(panels, tags):
             draw_curves(panel, runs, tag, style, name.format("CQL"))
     draw_chance(panels[1:2], 40_000, 400, 400)
-    for panel, label in zip(panels, ("return", "sparsity of the target", "loss, summed between target updates")):
+    for panel, label in zip(panels, ("return", "sparsity of the target", "loss of a target period")):
         set_labels(panel, "gradient steps", label)
-    panels[1].legend()
+    handles = panels[1].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside upper center", ncols=4)
     return figure
 
 
