@@ -1,7 +1,7 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["ale-py>=0.12", "filelock>=3.16", "flax>=0.12", "gymnasium>=1.2", "jax>=0.10", "numpy>=2",
-#     "optax>=0.2.5", "tensorboard>=2.20", "tyro>=1.0"]
+#     "optax>=0.2.5", "tensorboard>=2.20", "tqdm>=4.66", "tyro>=1.0"]
 # ///
 """EauDeDQN on Atari: Q-networks of growing sparsity share one target, and the best of them becomes the next target.
 
@@ -13,19 +13,24 @@ Learning", 2025.
 
 import contextlib
 import dataclasses
-import datetime
 import difflib
 import functools
 import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
+import threading
 import time
+import typing
 from pathlib import Path
-from typing import Literal, NamedTuple, NoReturn
+from typing import Annotated, Literal, NamedTuple, NoReturn
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports below ends it without a traceback
 
 import ale_py
 import filelock
@@ -36,45 +41,47 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
-from tensorboard.summary import Writer
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from tqdm import tqdm
 
 FRAME, STACK = (84, 84), 4  # pixels of a frame, frames of an observation
 LOG_PERIOD = 1_000  # steps between two points of the curves that have a value at every step
-SHOWN = {"return": "charts/episodic_return", "evaluation": "eval/episodic_return", "sparsity": "sparsity/target"}
-Distribution = Literal["uniform", "erk", "global"]  # of the sparsity over the tensors of a network
+SHOWN = {"charts/episodic_return": "return", "eval/episodic_return": "evaluation", "sparsity/target": "sparsity"}
+Distribution = Literal["erk", "uniform", "global"]  # of the sparsity over the tensors of a network
 
 
 # ---- Arguments: the defaults are the paper's, where it has them ------------------------------------------------------
+Whole = Annotated[int, (1, math.inf)]  # a kind of flag with its range, in which a bound can be another flag
+Share = Annotated[float, (0, 1)]
+
+
 @dataclasses.dataclass(frozen=True)
 class Args:
-    env_id: str = "Pong"  # what to play: Pong or ALE/Pong-v5 on Atari, Ant or Ant-v5 on MuJoCo
-    seed: int = 1  # seed of everything that is random
-    total_timesteps: int = 10_000_000  # steps of the run: in the environment online, of the gradient offline [t_final]
+    env_id: str = "Pong"  # the game: MsPacman, ms_pacman or ALE/MsPacman-v5
+    seed: Annotated[int, (0, 2**31 - 1)] = 1  # seed of everything that is random
+    total_timesteps: Whole = 10_000_000  # steps of the run, in the environment [t_final]
     runs_dir: Path = Path("runs")  # folder in which the run gets a folder of its own
-    checkpoint_period: int = 250_000  # steps between two checkpoints, from which the run can go on; 0 writes none
+    checkpoint_period: Annotated[int, (0, math.inf)] = 250_000  # steps between two checkpoints; 0 writes none
     resume: Path | None = None  # folder of a run to go on with, under its own flags
-    horizon: int = 27_000  # steps after which an episode is cut [H]
-    features: tuple[int, int, int, int] = (32, 64, 64, 512)  # channels of the 3 convolutions, width of the hidden layer
-    n_networks: int = 5  # online networks that learn side by side [K]
-    tournament_size: int = 3  # networks drawn for a tournament, which the lowest cumulated loss wins [M]
-    max_noise: float = 3.0  # a pruning's size is scaled by a random number from 0 to this; 0 never prunes [U_max]
-    max_speed: float = 0.01  # largest share of the remaining weights that one pruning removes [S_max]
-    sparsity_distribution: Distribution = "uniform"  # same in all tensors, Erdos-Renyi-Kernel, or one threshold for all
-    target_period: int = 8_000  # steps between two target updates [T]
-    gradient_period: int = 4  # steps between two gradient steps [G]
-    learning_starts: int = 20_000  # steps played before the first gradient step
-    buffer_size: int = 1_000_000  # transitions in the replay memory, first in, first out [D]
-    batch_size: int = 32  # transitions in a gradient step [B]
-    gamma: float = 0.99  # discount factor [gamma]
-    learning_rate: float = 6.25e-5  # step size of Adam
-    adam_epsilon: float = 1.5e-4  # epsilon of Adam
-    epsilon_end: float = 0.01  # share of random actions after it has fallen from 1 [epsilon]
-    epsilon_duration: int = 250_000  # steps over which it falls, linearly
-
-
-SMALLEST = {"seed": 0, "checkpoint_period": 0, "horizon": 2, "buffer_size": 2}  # all other whole numbers: 1
-LARGEST = {"seed": 2**31 - 1, "horizon": 2**29 - 1, "max_noise": 1e9, "cql_alpha": 1e9}  # all other fractions: 1
-NOT_SMALLER = {"n_networks": "tournament_size", "total_timesteps": "learning_starts"}
+    horizon: Annotated[int, (2, 2**29 - 1)] = 27_000  # steps after which an episode is cut [H]
+    features: Annotated[tuple[int, int, int, int], (1, math.inf)] = (32, 64, 64, 512)  # 3 convolutions, hidden layer
+    n_networks: Whole = 5  # online networks that learn side by side [K]
+    tournament_size: Annotated[int, (1, "n_networks")] = 3  # networks drawn for a tournament; the lowest loss wins [M]
+    max_noise: Annotated[float, (0, 1e9)] = 3.0  # a pruning's size is scaled by a draw from 0 to this [U_max]
+    max_speed: Share = 0.01  # largest share of the remaining weights that one pruning removes [S_max]
+    sparsity_distribution: Distribution = "erk"  # Erdos-Renyi-Kernel, the same in all tensors, or one threshold for all
+    target_period: Whole = 8_000  # steps between two target updates [T]
+    gradient_period: Whole = 4  # steps between two gradient steps [G]
+    learning_starts: Annotated[int, (1, "total_timesteps")] = 20_000  # steps played before the first gradient step
+    buffer_size: Annotated[int, (2, math.inf)] = 1_000_000  # transitions in the replay memory, first in, first out [D]
+    batch_size: Whole = 32  # transitions in a gradient step [B]
+    gamma: Share = 0.99  # discount factor [gamma]
+    learning_rate: Share = 6.25e-5  # step size of Adam
+    adam_epsilon: Share = 1.5e-4  # epsilon of Adam
+    epsilon_end: Share = 0.01  # share of random actions after it has fallen from 1 [epsilon]
+    epsilon_duration: Whole = 250_000  # steps over which it falls, linearly
 
 
 def fail(message: str) -> NoReturn:
@@ -84,30 +91,38 @@ def fail(message: str) -> NoReturn:
 
 
 def check_args(args: Args) -> None:
-    for name, value in vars(args).items():
-        is_fraction = isinstance(getattr(Args, name), float)  # by its default
-        smallest = SMALLEST.get(name, 0 if is_fraction else 1)
-        largest = LARGEST.get(name, 1 if is_fraction else math.inf)
-        if isinstance(value, int | float | tuple) and not all(smallest <= x <= largest for x in np.ravel(value)):
-            fail(f"--{name.replace('_', '-')} must be from {smallest} to {largest}, not {value}")
-    for name, other in NOT_SMALLER.items():
-        if getattr(args, name) < getattr(args, other):
-            fail(f"--{name.replace('_', '-')} must not be smaller than --{other.replace('_', '-')}")
+    """Each flag is within its range, which stands beside it."""
+    for name, kind in typing.get_type_hints(Args, include_extras=True).items():
+        for bounds in getattr(kind, "__metadata__", ()):  # (smallest, largest), if there is a range
+            smallest, largest = [getattr(args, x) if isinstance(x, str) else x for x in bounds]
+            if not all(smallest <= x <= largest for x in np.ravel(getattr(args, name))):
+                others = "".join(f", the value of {flag(x)}" for x in bounds if isinstance(x, str))
+                fail(f"{flag(name)} must be from {smallest} to {largest}{others}, not {getattr(args, name)}")
+
+
+def flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def load_args(args: Args) -> Args:
     """With --resume, the flags of that run."""
-    if args != Args(resume=args.resume):
+    folder = args.resume
+    if args != Args(resume=folder):
         fail("--resume goes on with the run's own flags: leave out all others")
-    flags = json.loads((args.resume / "args.json").read_text())
-    if flags.keys() != vars(args).keys():
-        fail(f"{args.resume} is a run of another script")
-    if (args.resume / "policy.npz").exists() and not (args.resume / "checkpoint.npz").exists():
-        print(f"{args.resume} is finished, or was stopped without a checkpoint to go on from")
-        sys.exit()
+    if not (folder / "args.json").exists():
+        fail(f"{folder} is not the folder of a run")
+    flags = json.loads((folder / "args.json").read_text())
+    differing = flags.keys() ^ vars(args).keys()
+    if differing:
+        fail(f"{folder} is a run of another script or version, with other flags: {', '.join(map(flag, differing))}")
+    if not (folder / "checkpoint.npz").exists():
+        if (folder / "policy.npz").exists() and read_npz(folder / "policy.npz")[0]["step"] == flags["total_timesteps"]:
+            print(f"{folder} is finished")
+            sys.exit()
+        fail(f"{folder} has no checkpoint to go on from")
     flags = {name: tuple(x) if isinstance(x, list) else x for name, x in flags.items()}
     flags |= {name: Path(x) for name, x in flags.items() if name.endswith("_dir")}
-    return Args(**flags | {"resume": args.resume})
+    return Args(**flags | {"resume": folder})
 
 
 # ---- Environment -----------------------------------------------------------------------------------------------------
@@ -143,45 +158,84 @@ def make_env(env_id: str, n_envs: int, horizon: int) -> ale_py.AtariVectorEnv:
     )
 
 
+class Episode:
+    """An episode that can be played again: the same seed and actions lead to the same observations."""
+
+    def __init__(self, seed: int, actions: list | np.ndarray = (), score: float = 0.0):
+        self.seed, self.actions, self.score = int(seed), list(actions), float(score)
+
+    def replay(self, env):
+        """The observation after its actions. Without actions yet, the first one."""
+        observation, _ = env.reset(seed=self.seed)
+        for action in self.actions:
+            observation = env.step(action)[0]
+        return observation
+
+    def add(self, action: np.ndarray, reward: float) -> None:
+        self.actions.append(action)
+        self.score += float(reward)
+
+    def saved(self) -> dict:
+        return {"seed": self.seed, "actions": np.array(self.actions), "score": self.score}
+
+
 # ---- Replay memory ---------------------------------------------------------------------------------------------------
 class Batch(NamedTuple):
-    frames: np.ndarray  # (batch, STACK + 1, 84, 84) uint8: [:, :-1] is the observation, [:, 1:] the next one
+    frames: np.ndarray  # (batch, STACK + 1, 84, 84) uint8, of the observation and the next one
     actions: np.ndarray  # (batch,) int32
     rewards: np.ndarray  # (batch,) float32
     terminals: np.ndarray  # (batch,) bool
 
+    @property
+    def observations(self) -> np.ndarray:
+        return self.frames[:, :-1]
+
+    @property
+    def next_observations(self) -> np.ndarray:
+        return self.frames[:, 1:]
+
+
+def check_disk(folder: Path, n_bytes: int) -> None:
+    if n_bytes > shutil.disk_usage(folder).free:
+        fail(
+            f"{folder} needs {n_bytes / 1e9:,.1f} GB: lower --buffer-size, or write nothing with --checkpoint-period 0"
+        )
+
 
 def frames_on_disk(path: Path, shape: tuple[int, ...]) -> np.ndarray:
     """An array in a file, which outlives the process. On Linux its room on the disk is taken at once."""
-    n_bytes = math.prod(shape)
-    if not path.exists() and n_bytes > shutil.disk_usage(path.parent).free:
-        fail(f"{path} needs {n_bytes / 1e9:,.1f} GB: lower --buffer-size, or keep it in RAM with --checkpoint-period 0")
+    if not path.exists():
+        check_disk(path.parent, math.prod(shape))
     path.touch()
     with open(path, "rb+") as file:
         if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file.fileno(), 0, n_bytes)  # what is there already stays
+            os.posix_fallocate(file.fileno(), 0, math.prod(shape))  # what is there already stays
     return np.memmap(path, np.uint8, "r+", shape=shape)
 
 
 class ReplayMemory:
     """The last `size` transitions, first in, first out. Each frame is kept once: stacks are rebuilt when sampled."""
 
-    def __init__(self, size: int, n_spare: int = 0, path: Path | None = None):
+    EMPTY = {"rows": np.zeros(0), "n_added": 0, "episode_step": 0}  # what `saved` gives, before anything is added
+
+    def __init__(self, size: int, n_spare: int = 0, path: Path | None = None, rows=(), n_added=0, episode_step=0):
         """What is older than `size` stays for another `n_spare` steps, as the last checkpoint may refer to it."""
         n_rows = size + STACK + n_spare  # the oldest needs STACK - 1 frames before it, the newest one after it
-        self.size, self.n_added, self.age = size, 0, 0
+        self.size, self.n_added, self.episode_step = size, int(n_added), int(episode_step)
         shape = n_rows, *FRAME  # 7.06 GB for a million; the system hands out memory as it fills
         self.frames = frames_on_disk(path, shape) if path else np.zeros(shape, np.uint8)
         columns = [("actions", np.int32), ("rewards", np.float32), ("terminals", bool), ("truncations", bool)]
-        self.rows = np.zeros(n_rows, [*columns, ("ages", np.int32)])  # age: steps since the start of the episode
+        self.rows = np.zeros(n_rows, [*columns, ("episode_steps", np.int32)])
+        if len(rows):
+            self.rows[: len(rows)] = rows  # of a checkpoint
 
     def add(self, observations, actions, rewards, terminals, truncations, next_observations) -> None:
         """One step of one environment: every argument has a leading axis of 1."""
         row, next_row = self.n_added % len(self.frames), (self.n_added + 1) % len(self.frames)
         self.frames[row], self.frames[next_row] = observations[0, -1], next_observations[0, -1]
-        self.rows[row] = actions[0], np.clip(rewards[0], -1, 1), terminals[0], truncations[0], self.age
+        self.rows[row] = actions[0], np.clip(rewards[0], -1, 1), terminals[0], truncations[0], self.episode_step
         self.n_added += 1
-        self.age = 0 if terminals[0] or truncations[0] else self.age + 1
+        self.episode_step = 0 if terminals[0] or truncations[0] else self.episode_step + 1
 
     def sample(self, rng: np.random.Generator, batch_size: int) -> Batch:
         steps = np.zeros(0, int)
@@ -189,10 +243,15 @@ class ReplayMemory:
             drawn = rng.integers(max(0, self.n_added - self.size), self.n_added, batch_size - len(steps))
             # DIFFERS: a transition cut by the horizon is not sampled, as the reset has replaced the frame that follows.
             steps = np.append(steps, drawn[~self.rows["truncations"][drawn % len(self.rows)]])
-        rows, offsets = self.rows[steps % len(self.rows)], np.arange(1 - STACK, 2)
+        rows = self.rows[steps % len(self.rows)]
+        offsets = np.arange(1 - STACK, 2)
         frames = self.frames[(steps[:, None] + offsets) % len(self.frames)]  # (batch, STACK + 1, 84, 84)
-        frames[-offsets > rows["ages"][:, None]] = 0  # frames of the episode before
+        frames[-offsets > rows["episode_steps"][:, None]] = 0  # frames of the episode before
         return Batch(frames, rows["actions"], rows["rewards"], rows["terminals"])
+
+    def saved(self) -> dict:
+        """For a checkpoint. The frames are in a file of their own."""
+        return {"rows": self.rows, "n_added": self.n_added, "episode_step": self.episode_step}
 
 
 # ---- Network ---------------------------------------------------------------------------------------------------------
@@ -207,19 +266,29 @@ class QNetwork(nn.Module):
     features: tuple[int, ...]
     n_actions: int
 
+    layers = {  # said in policy.npz, for those who run the network without JAX
+        "Conv_0": {"kind": "convolution", "stride": 4, "padding": "SAME"},
+        "Conv_1": {"kind": "convolution", "stride": 2, "padding": "SAME"},
+        "Conv_2": {"kind": "convolution", "stride": 1, "padding": "SAME"},
+        "Dense_0": {"kind": "dense"},
+        "Dense_1": {"kind": "dense"},
+    }
+
     def setup(self):
-        shapes = zip(self.features[:3], (8, 4, 3), (4, 2, 1))  # from 84 x 84 pixels to 21 x 21, 11 x 11, 11 x 11
-        convolution = functools.partial(nn.Conv, kernel_init=xavier_uniform)
-        self.convolutions = [convolution(n, (size, size), s, name=f"Conv_{i}") for i, (n, size, s) in enumerate(shapes)]
-        self.hidden = nn.Dense(self.features[3], kernel_init=xavier_uniform, name="Dense_0")
+        n_first, n_second, n_third, n_hidden = self.features
+        self.first = nn.Conv(n_first, (8, 8), 4, kernel_init=xavier_uniform, name="Conv_0")
+        self.second = nn.Conv(n_second, (4, 4), 2, kernel_init=xavier_uniform, name="Conv_1")
+        self.third = nn.Conv(n_third, (3, 3), 1, kernel_init=xavier_uniform, name="Conv_2")
+        self.hidden = nn.Dense(n_hidden, kernel_init=xavier_uniform, name="Dense_0")
         self.output = nn.Dense(self.n_actions, kernel_init=xavier_uniform, name="Dense_1")
 
     # Two parts, as a population is fastest on a CPU if the torsos are a loop and the heads one batched product.
     def torso(self, observations: jax.Array) -> jax.Array:
         x = jnp.moveaxis(observations, 1, -1) / 255.0  # (batch, 84, 84, STACK)
-        for convolution in self.convolutions:
-            x = nn.relu(convolution(x))
-        return x.reshape(len(x), -1)  # (batch, 121 * features[2])
+        x = nn.relu(self.first(x))  # (batch, 21, 21, n_first)
+        x = nn.relu(self.second(x))  # (batch, 11, 11, n_second)
+        x = nn.relu(self.third(x))  # (batch, 11, 11, n_third)
+        return x.reshape(len(x), -1)  # (batch, 121 * n_third)
 
     def head(self, x: jax.Array) -> jax.Array:
         return self.output(nn.relu(self.hidden(x)))  # (batch, n_actions)
@@ -231,14 +300,17 @@ class QNetwork(nn.Module):
 # ---- Pruning ---------------------------------------------------------------------------------------------------------
 def tensor_densities(tensors: list[np.ndarray], sparsity: float, distribution: str) -> np.ndarray:
     """Share of its weights that each tensor keeps."""
+    sizes = np.array([x.size for x in tensors])
     if distribution == "uniform":
         return np.full(len(tensors), 1.0 - sparsity)
-    sizes = np.array([x.size for x in tensors])
     if distribution == "global":  # its share of the largest weights of the whole network
         mask = magnitude_mask(np.concatenate([x.ravel() for x in tensors]), 1.0 - sparsity)
         return np.array([part.mean() for part in np.split(mask, sizes.cumsum()[:-1])])
+    if distribution != "erk":
+        raise ValueError(f"unknown distribution {distribution!r}: choose uniform, erk or global")
     # Erdos-Renyi-Kernel: density in proportion to sum(shape) / prod(shape), at most 1, and `sparsity` in total.
-    sums, dense = np.array([sum(x.shape) for x in tensors]), np.zeros(len(tensors), bool)
+    sums = np.array([sum(x.shape) for x in tensors])
+    dense = np.zeros(len(tensors), bool)
     for _ in tensors:
         scale = ((1.0 - sparsity) * sizes.sum() - sizes[dense].sum()) / max(sums[~dense].sum(), 1)
         dense |= scale * sums > sizes
@@ -256,9 +328,15 @@ def magnitude_mask(weights: np.ndarray, density: float) -> np.ndarray:
 
 
 def magnitude_masks(params, sparsity: float, distribution: str):
-    """Masks of one network: True is kept. Only tensors with more than one axis are pruned, biases never."""
+    """Masks of one network (not of a stacked population), on the host: True is kept.
+
+    Only tensors with more than one axis are pruned, biases never.
+    """
+    if not 0 <= sparsity < 1:
+        raise ValueError(f"a sparsity is from 0 to less than 1, not {sparsity}")
     leaves, structure = jax.tree.flatten(jax.device_get(params))
-    masks, prunable = [np.ones(x.shape, bool) for x in leaves], [i for i, x in enumerate(leaves) if x.ndim > 1]
+    masks = [np.ones(x.shape, bool) for x in leaves]
+    prunable = [i for i, x in enumerate(leaves) if x.ndim > 1]
     densities = tensor_densities([leaves[i] for i in prunable], sparsity, distribution)
     for i, density in zip(prunable, densities):
         masks[i] = magnitude_mask(leaves[i], density)
@@ -279,17 +357,19 @@ def next_sparsity(sparsity, noise, step: int, next_step: int, total_steps: int, 
 
 def select_population(rng: np.random.Generator, losses: np.ndarray, tournament_size: int) -> np.ndarray:
     """Fig. 3, left: the network that each slot gets, `parents`. An example with losses (5, 1, 4, 2, 3): network 1 is
-    the best, and the tournaments are won by 3, 1, 3 and 4. So 1, 3 and 4 stay where they are, the second seats of 1
-    and 3 go to the slots of 0 and 2, which were not selected, and `parents` is (1, 1, 3, 3, 4)."""
+    the best, and the tournaments are won by 3, 1, 3 and 4. So 1, 3 and 4 stay in their slots, copies of 1 and 3, which
+    were selected a second time, go to slots 0 and 2, which were not, and `parents` is (1, 1, 3, 3, 4)."""
     losses = np.asarray(losses)
     finite = np.flatnonzero(np.isfinite(losses))
-    selected = [finite[losses[finite].argmin()]]  # one seat for the lowest loss, the others for tournament winners
+    if not len(finite):
+        raise ValueError(f"no network has a finite loss: {losses}")
+    selected = [finite[losses[finite].argmin()]]  # the lowest loss of all, then the winners of tournaments
     for _ in range(len(losses) - 1):
         drawn = rng.choice(finite, min(tournament_size, len(finite)), replace=False)
         selected.append(drawn[losses[drawn].argmin()])
-    survivors, first_seats = np.unique(selected, return_index=True)
     parents = np.arange(len(losses))
-    parents[np.setdiff1d(parents, survivors)] = np.delete(selected, first_seats)
+    free_slots = [k for k in parents if k not in selected]
+    parents[free_slots] = [k for i, k in enumerate(selected) if k in selected[:i]]  # the second selections and further
     return parents
 
 
@@ -322,12 +402,6 @@ def network_at(stacked, idx):
     return jax.tree.map(lambda x: x[idx], stacked)
 
 
-def put_network(stacked, idx, network) -> None:
-    """Writes a network to `idx` in all tensors of a tree, which are of numpy."""
-    for tensor, value in zip(jax.tree.leaves(stacked), jax.tree.leaves(network)):
-        tensor[idx] = value
-
-
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def init_agent(args: Args, network: QNetwork, key: jax.Array) -> AgentState:
     init_keys = jax.random.split(key, args.n_networks)
@@ -343,9 +417,23 @@ def init_agent(args: Args, network: QNetwork, key: jax.Array) -> AgentState:
 
 
 # ---- Learning --------------------------------------------------------------------------------------------------------
+@jax.jit
+def is_finite(params) -> jax.Array:
+    """Whether all weights of a network are finite numbers."""
+    return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(params)]).all()
+
+
+@jax.jit
+def count_distinct(params) -> jax.Array:
+    """Different networks of a population: copies of one parent, pruned to the same sparsity, are equal."""
+    tensors = [x.reshape(len(x), -1) for x in jax.tree.leaves(params)]
+    equal = jnp.stack([(x[:, None] == x).all(axis=-1) for x in tensors]).all(axis=0)  # (K, K)
+    return (~jnp.tril(equal, -1).any(axis=1)).sum()  # those that equal none before them
+
+
 def population_q_values(network: QNetwork, params, observations: jax.Array) -> jax.Array:
     """(K, batch, n_actions). On a CPU, where a vmapped convolution takes twice the time, the torsos are a loop."""
-    if jax.default_backend() != "cpu":
+    if jax.default_backend() != "cpu" or not hasattr(network, "torso"):
         return jax.vmap(network.apply, in_axes=(0, None))(params, observations)
     n_networks = len(jax.tree.leaves(params)[0])
     torsos = [network.apply(network_at(params, k), observations, method="torso") for k in range(n_networks)]
@@ -355,11 +443,11 @@ def population_q_values(network: QNetwork, params, observations: jax.Array) -> j
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def learn(args: Args, network: QNetwork, state: AgentState, batch: Batch) -> tuple[AgentState, dict]:
     """Alg. 1, l. 8-11: one gradient step of every network towards the shared target."""
-    next_values = network.apply(state.target_params, batch.frames[:, 1:]).max(axis=1)  # (batch,)
+    next_values = network.apply(state.target_params, batch.next_observations).max(axis=1)  # (batch,)
     targets = batch.rewards + args.gamma * (1 - batch.terminals) * next_values  # l. 8
 
     def loss(params):
-        all_q_values = population_q_values(network, params, batch.frames[:, :-1])  # (K, batch, n_actions)
+        all_q_values = population_q_values(network, params, batch.observations)  # (K, batch, n_actions)
         q_values = all_q_values[:, jnp.arange(len(targets)), batch.actions]  # (K, batch)
         # DIFFERS: the mean over the batch; the paper's algorithms write the sum.
         losses = jnp.mean((targets - q_values) ** 2, axis=1)  # (K,)
@@ -376,19 +464,35 @@ def learn(args: Args, network: QNetwork, state: AgentState, batch: Batch) -> tup
 
 
 def prune_copies(args: Args, rng: np.random.Generator, state: AgentState, parents: np.ndarray, step: int) -> AgentState:
-    """Alg. 1, l. 15: the duplicated networks are pruned to a sparsity drawn by Eq. (3), all others stay as they are."""
-    state, next_step = jax.tree.map(np.array, state), step + args.target_period  # of numpy, to write to
+    """Alg. 1, l. 15: slot k gets network `parents[k]`, and copies are pruned to a sparsity drawn by Eq. (3)."""
+    next_step = step + args.target_period
+    sparsities = np.array(state.sparsities)
+    masks = [network_at(state.masks, parent) for parent in parents]
     for k in np.flatnonzero(parents != np.arange(args.n_networks)):
-        noise, parent_sparsity = rng.uniform(0, args.max_noise), float(state.sparsities[parents[k]])
+        noise = rng.uniform(0, args.max_noise)
+        parent_sparsity = float(sparsities[parents[k]])
         sparsity = next_sparsity(parent_sparsity, noise, step, next_step, args.total_timesteps, args.max_speed)
-        params = network_at(state.params, parents[k])
-        masks = magnitude_masks(params, sparsity, args.sparsity_distribution)
-        params = jax.tree.map(np.multiply, params, masks)
-        put_network(state.params, k, params)
-        put_network(state.opt_state, k, make_optimizer(args).init(params))  # copies start a new Adam
-        put_network(state.masks, k, masks)
-        state.sparsities[k] = sparsity
-    return jax.device_put(state)
+        sparsity = min(sparsity, 1 - 1e-6)  # as large as it may be; every tensor keeps a weight in any case
+        masks[k] = magnitude_masks(network_at(state.params, parents[k]), sparsity, args.sparsity_distribution)
+        sparsities[k] = sparsity
+    masks = jax.tree.map(lambda *x: jnp.stack(x), *masks)
+    return next_population(args, state, parents, masks, sparsities)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def next_population(args: Args, state: AgentState, parents, masks, sparsities) -> AgentState:
+    """Networks gathered by `parents`, on the device. Those that stay keep their Adam, copies start a new one."""
+    params = jax.tree.map(jnp.multiply, network_at(state.params, parents), masks)
+    opt_state = jax.vmap(choose)(
+        parents == jnp.arange(args.n_networks),
+        network_at(state.opt_state, parents),
+        jax.vmap(make_optimizer(args).init)(params),
+    )
+    return state._replace(params=params, opt_state=opt_state, masks=masks, sparsities=sparsities)
+
+
+def choose(condition: jax.Array, tree, other):
+    return jax.tree.map(functools.partial(jnp.where, condition), tree, other)
 
 
 # ---- Acting ----------------------------------------------------------------------------------------------------------
@@ -403,21 +507,19 @@ def train(args: Args) -> Path:
     args = load_args(args) if args.resume else args
     check_args(args)
     args = dataclasses.replace(args, env_id=canonical_name(args.env_id))
-    rng, env = np.random.default_rng(args.seed), make_env(args.env_id, n_envs=1, horizon=args.horizon)
+    rng = np.random.default_rng(args.seed)
+    env = make_env(args.env_id, n_envs=1, horizon=args.horizon)
     network = QNetwork(args.features, int(env.single_action_space.n))
     state = init_agent(args, network, jax.random.key(args.seed))  # Alg. 1, l. 1
     size = min(args.buffer_size, args.total_timesteps)
     n_spare = min(args.checkpoint_period, args.total_timesteps - size)
-    with contextlib.closing(Run(args)) as run:
-        seed, played, score, metrics = int(rng.integers(2**30)), [], 0.0, {}  # of the episode: seed, actions, return
-        saved = run.restore(rng, (state, 0, 0)) if args.resume else None
-        memory = ReplayMemory(size, n_spare, run.folder / "replay" if args.checkpoint_period else None)
-        if saved:
-            (state, memory.rows[:], played), (seed, score, metrics, memory.n_added, memory.age) = saved
-            state, played = jax.device_put(state), list(played)
-        observations, _ = env.reset(seed=seed)  # (1, STACK, 84, 84), one environment
-        for actions in played:  # the same seed and actions lead to the same observation each time
-            observations = env.step(actions)[0]
+    with contextlib.closing(Run(args, rng)) as run:
+        episode = Episode(seed=rng.integers(2**30))
+        saved = run.restore(state=state, memory=ReplayMemory.EMPTY, episode=episode.saved())  # in a new run as given
+        state, metrics, episode = saved["state"], saved["metrics"], Episode(**saved["episode"])
+        frames_path = run.folder / "replay" if args.checkpoint_period else None
+        memory = ReplayMemory(size, n_spare, frames_path, **saved["memory"])
+        observations = episode.replay(env)  # (1, STACK, 84, 84), one environment
         for step in run.steps(args.learning_starts):  # l. 2
             behaviour_idx = rng.choice(args.n_networks, p=network_probabilities(state.cumulated_losses))  # l. 3
             epsilon = np.interp(step, (0, args.epsilon_duration), (1, args.epsilon_end))
@@ -430,130 +532,147 @@ def train(args: Args) -> Path:
                 batch = memory.sample(rng, args.batch_size)  # l. 7
                 state, metrics = learn(args, network, state, batch)  # l. 8-11, goes on while the next lines run
             next_observations, rewards, terminals, truncations, _ = env.step(actions)
-            played.append(actions)
-            score += rewards[0]
+            episode.add(actions, rewards[0])
             if terminals[0] or truncations[0]:
-                run.log({"charts/episodic_return": score, "charts/episodic_length": len(played)})
-                seed, played, score = int(rng.integers(2**30)), [], 0.0
-                next_observations, _ = env.reset(seed=seed)  # so that --resume can play the episode again
+                run.log({"charts/episodic_return": episode.score, "charts/episodic_length": len(episode.actions)})
+                episode = Episode(seed=rng.integers(2**30))
+                next_observations = episode.replay(env)
             memory.add(observations, actions, rewards, terminals, truncations, next_observations)  # l. 5
             observations = next_observations
-            if not np.isfinite(state.cumulated_losses).any():
-                fail(f"all networks have diverged at step {step}; try a lower --learning-rate")
 
-            # DIFFERS: no target update before the first gradient step, when all cumulated losses are 0.
+            # DIFFERS: no target update without a gradient step since the last one, when all cumulated losses are 0.
             if step % args.target_period == 0 and state.cumulated_losses.any():  # l. 12
-                target_idx = state.cumulated_losses.argmin()  # l. 13
+                losses = np.where(jax.vmap(is_finite)(state.params), state.cumulated_losses, np.inf)
+                if not np.isfinite(losses).any():
+                    fail(f"all networks have diverged by step {step}; try a lower --learning-rate")
+                target_idx = losses.argmin()  # l. 13
                 state = state._replace(target_params=network_at(state.params, target_idx))
                 run.log({"sparsity/target": state.sparsities[target_idx], "sparsity/network": state.sparsities})
-                parents = select_population(rng, state.cumulated_losses, args.tournament_size)  # l. 14
-                run.log({"losses/cumulated": state.cumulated_losses, "population/parent": parents})
+                parents = select_population(rng, losses, args.tournament_size)  # l. 14
+                run.log({"losses/cumulated": losses, "population/parent": parents})
                 state = prune_copies(args, rng, state, parents, step)  # l. 15
+                run.log({"population/distinct": count_distinct(state.params)})
                 state = state._replace(cumulated_losses=jnp.zeros(args.n_networks))  # l. 16
 
             if step % LOG_PERIOD == 0:
                 run.log({"charts/epsilon": epsilon, **metrics})
             if run.save_is_due():
-                notes = seed, score, metrics, memory.n_added, memory.age
-                run.save({"target": state.target_params}, rng, (state, memory.rows, np.array(played)), notes)
+                checkpoint = {"state": state, "memory": memory.saved(), "episode": episode.saved()}
+                run.save({"target": state.target_params}, {"target": network.layers}, checkpoint, metrics)
+        if step // args.target_period * args.target_period <= args.learning_starts:
+            print("The policy is an untrained network: no target update came after a gradient step")
     return run.folder
 
 
-# ---- Run: folder, curves, screen, checkpoint, policy file ------------------------------------------------------------
+# ---- Run: folder, curves, progress bar, checkpoint, policy file ------------------------------------------------------
+def arrays_by_name(tree) -> dict:
+    """`{"state/params/params/Conv_0/kernel": ..., ...}`"""
+    leaves = jax.tree.leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
+
+
 def write_npz(path: Path, about: dict, tree, save=np.savez) -> None:
     """The tree's arrays by name, and `about` as JSON: there as a whole or not at all, even if the power fails."""
-    leaves, temporary = jax.tree.leaves_with_path(jax.device_get(tree)), Path(f"{path}.tmp")
-    arrays = {jax.tree_util.keystr(name, simple=True, separator="/"): x for name, x in leaves}
-    with open(temporary, "wb") as file:
-        save(file, about=json.dumps(about | {"arrays": list(arrays)}, default=float), **arrays)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    arrays, temporary = arrays_by_name(jax.device_get(tree)), Path(f"{path}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            save(file, about=json.dumps(about | {"arrays": list(arrays)}, default=float), **arrays)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)  # if the disk was full
 
 
 def read_npz(path: Path) -> tuple[dict, dict]:
-    with open(path, "rb") as file, contextlib.suppress(Exception), np.load(file) as arrays:  # damage has many kinds
-        if arrays.zip.testzip() is None:  # all checksums are right; np.load does not look at all bytes
+    try:
+        with open(path, "rb") as file, np.load(file) as arrays:
+            if arrays.zip.testzip():  # the first member with a wrong checksum: np.load does not look at all bytes
+                raise ValueError
             about = json.loads(str(arrays["about"]))
             return about, {name: arrays[name] for name in about["arrays"]}  # damage can hide an array of a zip file
-    fail(f"{path} is damaged")
+    except Exception:  # damage has a dozen kinds
+        fail(f"{path} is damaged")
 
 
 class Run:
     """A run as a person sees it: its folder, its curves, its progress. Ctrl-C and SIGTERM end it after a step."""
 
-    def __init__(self, args: Args):
+    def __init__(self, args: Args, rng: np.random.Generator):
         name = f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{time.time():.3f}"
-        self.args, self.folder, self.step = args, args.resume or args.runs_dir / name, 0
-        self.stop_signal, self.stopped, self.latest, self.sps, self.shown = None, False, {}, 0.0, time.perf_counter()
-        self.lock = filelock.FileLock(self.folder / "in_use.lock").acquire(blocking=False).lock  # makes the folder, too
+        self.args, self.rng, self.folder = args, rng, args.resume or args.runs_dir / name
+        self.step, self.stop_signal, self.stopped, self.handlers, self.shown = 0, None, False, {}, {}
+        self.lock = filelock.FileLock(self.folder / "in_use.lock")  # makes the folder, too
+        try:
+            self.lock.acquire(blocking=False)
+        except filelock.Timeout:
+            fail(f"another process is at work on {self.folder}")
+        if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
+            self.handlers = {x: signal.signal(x, self.interrupt) for x in (signal.SIGINT, signal.SIGTERM)}
         if not args.resume:
             (self.folder / "args.json").write_text(json.dumps(vars(args), indent=2, default=str))
 
-    def restore(self, rng: np.random.Generator, tree) -> tuple:
-        """What `save` was given: a tree of the same structure, and the notes. The curves are cut back to that step."""
-        about, arrays = read_npz(self.folder / "checkpoint.npz")
-        newer = {path.name: 0 for path in self.folder.glob("events*")}
+    def interrupt(self, signum: int, _) -> None:
+        if self.stop_signal and signum == signal.SIGINT:  # a second Ctrl-C does not wait for the end of the step
+            sys.exit(128 + signum)
+        self.stop_signal = signum
+
+    def restore(self, **fresh) -> dict:
+        """What `save` was given, by name, and the metrics; in a new run what is given here. Curves are cut back."""
+        if not self.args.resume:
+            return fresh | {"metrics": {}}
+        path, expected = self.folder / "checkpoint.npz", arrays_by_name(fresh)
+        about, arrays = read_npz(path)
+        fixed = [name for name in expected if name.startswith("state/")]  # the others grow
+        if arrays.keys() != expected.keys() or any(arrays[x].shape != expected[x].shape for x in fixed):
+            fail(f"{path} is of another version of this script")
+        newer = {curves.name: 0 for curves in self.folder.glob("events*")}
         for name, size in (newer | about["files"]).items():
             os.truncate(self.folder / name, size)  # an error if it is missing
-        self.step, rng.bit_generator.state = about["step"], about["rng"]
-        return jax.tree.unflatten(jax.tree.structure(tree), arrays.values()), about["notes"]
-
-    def interrupt(self, signum: int, _) -> None:
-        self.stop_signal = signum  # the run ends after its current step
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C ends it at once
+        self.step, self.rng.bit_generator.state = about["step"], about["rng"]
+        saved = jax.tree.unflatten(jax.tree.structure(fresh), [arrays[name] for name in expected])
+        return saved | {"state": jax.device_put(saved["state"]), "metrics": about["metrics"]}
 
     def steps(self, learning_starts: int = 0, stride: int = 1):
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(signum, self.interrupt)
-        print(f"Run folder {self.folder}, on the {jax.default_backend().upper()}, after {self.step:,} steps")
-        with contextlib.closing(Writer(str(self.folder))) as self.writer:
-            timed_from = max(self.step, learning_starts) + 100  # by then updates run, and have compiled
-            while self.step < self.args.total_timesteps and not self.stopped:
+        """Counts the steps, until the last one or until a signal has come."""
+        print(
+            f"Run folder {self.folder}, on the {jax.default_backend().upper()}, after {self.step:,} steps", flush=True
+        )
+        total = self.args.total_timesteps
+        timed_from = max(self.step, learning_starts) + 100  # by then updates run, and have compiled
+        look = {"mininterval": 0.5, "dynamic_ncols": True}
+        if not sys.stdout.isatty():  # a line every half minute
+            line = "{n:,}/{total:,} steps, {rate_fmt}, {remaining} left{postfix}\n"
+            look = {"mininterval": 30, "maxinterval": 60, "bar_format": line}
+        bar = tqdm(total=total, initial=self.step, unit=" steps", file=sys.stdout, **look)
+        with contextlib.closing(EventFileWriter(str(self.folder))) as self.writer, bar as self.bar:
+            while self.step < total and not self.stopped:
                 self.step += stride
                 yield self.step
+                self.bar.update(stride)
                 if self.step <= timed_from:
                     start = time.perf_counter()
-                else:
-                    self.sps = (self.step - timed_from) / (time.perf_counter() - start)
-                    if self.step % LOG_PERIOD == 0:
-                        self.log({"charts/SPS": self.sps})
-                if time.perf_counter() - self.shown > (0.5 if sys.stdout.isatty() else 30):  # seconds
-                    self.show()
-        self.show()
-        end, n_kept = "Interrupted" if self.stopped else "Finished", np.count_nonzero(self.weights)
-        print(f"\n{end} after {self.step:,} steps, with {n_kept:,} of {self.weights.size:,} weights", flush=True)
-        if self.stopped and self.args.checkpoint_period:
-            print(f"python {sys.argv[0]} --resume {self.folder}")
-        print(f"python play_policy.py {self.folder}/policy.npz\ntensorboard --logdir {self.folder.parent}")
-        if not self.stopped:
-            for name in ("checkpoint.npz", "replay", "in_use.lock"):
-                (self.folder / name).unlink(missing_ok=True)
+                elif self.step % LOG_PERIOD == 0:
+                    self.log({"charts/SPS": (self.step - timed_from) / (time.perf_counter() - start)})
+        self.finish()
 
     def log(self, scalars: dict) -> None:
         """A number gives one curve, a vector gives `tag_0`, `tag_1`, ..."""
         for tag, value in scalars.items():
-            self.latest[tag] = np.mean(value)
             for k, x in enumerate(np.ravel(value)):
-                self.writer.add_scalar(f"{tag}_{k}" if np.ndim(value) else tag, x, self.step)
-
-    def show(self) -> None:
-        self.shown, total = time.perf_counter(), self.args.total_timesteps
-        status = f"[{'#' * (20 * self.step // total):20}] {self.step:,}/{total:,} steps"
-        if self.sps:
-            status += f", {self.sps:,.1f} SPS, {datetime.timedelta(seconds=(total - self.step) // self.sps)} left"
-        status += "".join(f", {name} {self.latest[tag]:.4g}" for name, tag in SHOWN.items() if tag in self.latest)
-        width = shutil.get_terminal_size().columns - 1
-        print(f"\r{status[:width]:{width}}" if sys.stdout.isatty() else f"{status}\n", end="", flush=True)
+                point = Summary.Value(tag=f"{tag}_{k}" if np.ndim(value) else tag, simple_value=x)
+                self.writer.add_event(Event(wall_time=time.time(), step=self.step, summary=Summary(value=[point])))
+            if tag in SHOWN:
+                self.shown[SHOWN[tag]] = f"{np.mean(value):.4g}"
+        self.bar.set_postfix(self.shown, refresh=False)
 
     def save_is_due(self) -> bool:
         total, period = self.args.total_timesteps, self.args.checkpoint_period or math.inf
         return self.step % period == 0 or self.step == total or self.stop_signal is not None
 
-    def save(self, policy: dict, rng: np.random.Generator, tree, notes) -> None:
+    def save(self, policy: dict, layers: dict, checkpoint: dict, metrics: dict) -> None:
         """The networks that play, and what it takes to go on as if the run had never stopped."""
         policy = jax.tree.map(lambda x: np.asarray(x) + 0, policy)  # -0 becomes 0: then the file is smaller
-        self.weights = np.concatenate([x.ravel() for x in jax.tree.leaves(policy) if x.ndim > 1])
         if not all(np.isfinite(x).all() for x in jax.tree.leaves(policy)):
             fail(f"the networks have diverged by step {self.step}; try a lower --learning-rate")
         if self.args.checkpoint_period and self.step < self.args.total_timesteps:
@@ -563,29 +682,49 @@ class Run:
                 with open(path, "rb+") as file:
                     os.fsync(file.fileno())
                 files[path.name] = path.stat().st_size
-            about = {"step": self.step, "rng": rng.bit_generator.state, "files": files, "notes": notes}
-            write_npz(self.folder / "checkpoint.npz", about, tree)
-        flags = json.loads((self.folder / "args.json").read_text())
-        about = {"script": Path(__file__).stem, "args": flags, "step": self.step}
+            about = {"step": self.step, "rng": self.rng.bit_generator.state, "files": files, "metrics": metrics}
+            write_npz(self.folder / "checkpoint.npz", about, checkpoint)
+        self.kept = jax.tree.map(lambda x: x != 0, policy)
+        about = {"script": Path(__file__).stem, "args": json.loads((self.folder / "args.json").read_text())}
+        about |= {"step": self.step, "layers": layers, "sparsity": {x: sparsity_of(self.kept[x]) for x in policy}}
         write_npz(self.folder / "policy.npz", about, policy, np.savez_compressed)
         self.stopped = self.stop_signal is not None and self.step < self.args.total_timesteps
 
+    def finish(self) -> None:
+        """The last words. What a finished run no longer needs goes."""
+        weights = np.concatenate([x.ravel() for x in jax.tree.leaves(self.kept) if x.ndim > 1])
+        end = "Interrupted" if self.stopped else "Finished"
+        print(f"{end} after {self.step:,} steps, with {weights.sum():,} of {weights.size:,} weights")
+        if self.stopped and self.args.checkpoint_period:
+            print(shlex.join(["python", os.path.relpath(__file__), "--resume", str(self.folder)]))
+        player = Path(__file__).with_name("play_policy.py")
+        if player.exists():
+            print(shlex.join(["python", os.path.relpath(player), str(self.folder)]))
+        print(shlex.join(["tensorboard", "--logdir", str(self.folder.parent)]), flush=True)
+        if not self.stopped:
+            for name in ("checkpoint.npz", "replay", "in_use.lock"):
+                (self.folder / name).unlink(missing_ok=True)
+
     def close(self) -> None:
         self.lock.release()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for signum, handler in self.handlers.items():
+            signal.signal(signum, handler)  # the caller's own
         if self.step == 0 and not self.args.resume:  # the run could not start
             shutil.rmtree(self.folder)
+        elif not (self.folder / "checkpoint.npz").exists():  # nothing goes on from these 8.8 GB
+            (self.folder / "replay").unlink(missing_ok=True)
         if self.stopped:
             sys.exit(128 + self.stop_signal)
 
 
-def main(args: Args) -> None:
+def main(args: Args, given: tuple[str, ...] = ()) -> None:
+    if args.resume and sum(x.startswith("--") for x in given) > 1:  # a flag's default is another flag, too
+        fail("--resume goes on with the run's own flags: leave out all others")
     try:
         train(args)
-    except (OSError, MemoryError, json.JSONDecodeError) as error:  # a missing file, a full disk, a run in use
+    except (OSError, MemoryError, json.JSONDecodeError) as error:  # a missing file, a full disk, too little memory
         fail(str(error))
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    main(tyro.cli(Args, description=__doc__), tuple(sys.argv[1:]))

@@ -1,7 +1,7 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["filelock>=3.16", "flax>=0.12", "gymnasium[mujoco]>=1.2", "jax>=0.10", "mujoco>=3.1", "numpy>=2",
-#     "optax>=0.2.5", "tensorboard>=2.20", "tyro>=1.0"]
+#     "optax>=0.2.5", "tensorboard>=2.20", "tqdm>=4.66", "tyro>=1.0"]
 # ///
 """EauDeSAC on MuJoCo: two populations of critics of growing sparsity, and in each the best gives the shared target.
 
@@ -13,18 +13,23 @@ Learning", 2025, on top of Soft Actor-Critic (Haarnoja et al., 2018) as in SBX.
 
 import contextlib
 import dataclasses
-import datetime
 import difflib
 import functools
 import json
 import math
 import os
+import shlex
 import shutil
 import signal
 import sys
+import threading
 import time
+import typing
 from pathlib import Path
-from typing import Literal, NamedTuple, NoReturn
+from typing import Annotated, Literal, NamedTuple, NoReturn
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports below ends it without a traceback
 
 import filelock
 import flax.linen as nn
@@ -35,51 +40,53 @@ import mujoco
 import numpy as np
 import optax
 import tyro
-from tensorboard.summary import Writer
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from tqdm import tqdm
 
 LOG_PERIOD = 1_000  # steps between two points of the curves that have a value at every step
-SHOWN = {"return": "charts/episodic_return", "evaluation": "eval/episodic_return", "sparsity": "sparsity/target"}
-Distribution = Literal["uniform", "erk", "global"]  # of the sparsity over the tensors of a network
+SHOWN = {"charts/episodic_return": "return", "eval/episodic_return": "evaluation", "sparsity/target": "sparsity"}
+Distribution = Literal["erk", "uniform", "global"]  # of the sparsity over the tensors of a network
 EVAL_SEED = 10_000  # of the first episode of every evaluation; the next ones count up
 
 
 # ---- Arguments: the defaults are the paper's, where it has them ------------------------------------------------------
+Whole = Annotated[int, (1, math.inf)]  # a kind of flag with its range, in which a bound can be another flag
+Share = Annotated[float, (0, 1)]
+
+
 @dataclasses.dataclass(frozen=True)
 class Args:
-    env_id: str = "HalfCheetah"  # what to play: Pong or ALE/Pong-v5 on Atari, Ant or Ant-v5 on MuJoCo
-    seed: int = 1  # seed of everything that is random
-    total_timesteps: int = 1_000_000  # steps of the run: in the environment online, of the gradient offline [t_final]
+    env_id: str = "HalfCheetah"  # the task: Ant or Ant-v5
+    seed: Annotated[int, (0, 2**31 - 1)] = 1  # seed of everything that is random
+    total_timesteps: Whole = 1_000_000  # steps of the run, in the environment [t_final]
     runs_dir: Path = Path("runs")  # folder in which the run gets a folder of its own
-    checkpoint_period: int = 50_000  # steps between two checkpoints, from which the run can go on; 0 writes none
+    checkpoint_period: Annotated[int, (0, math.inf)] = 50_000  # steps between two checkpoints; 0 writes none
     resume: Path | None = None  # folder of a run to go on with, under its own flags
-    critic_features: tuple[int, ...] = (256, 256)  # widths of the hidden layers of a critic
-    actor_features: tuple[int, ...] = (256, 256)  # widths of the hidden layers of the actor
-    n_networks: int = 5  # online networks that learn side by side [K]
-    tournament_size: int = 3  # networks drawn for a tournament, which the lowest cumulated loss wins [M]
-    max_noise: float = 3.0  # a pruning's size is scaled by a random number from 0 to this; 0 never prunes [U_max]
-    max_speed: float = 0.01  # largest share of the remaining weights that one pruning removes [S_max]
-    actor_final_sparsity: float = 0.0  # sparsity of the actor at the end of its schedule, Eq. (2); 0 never prunes it
-    pruning_power: int = 3  # steepness of the schedule, which is fastest at its start [n]
-    pruning_start: float = 0.2  # share of the run at which the schedule of Eq. (2) starts [t_start]
-    pruning_end: float = 0.8  # share of the run at which it ends, and the sparsity stays [t_end]
-    pruning_period: int = 1_000  # steps between two prunings [P]
-    sparsity_distribution: Distribution = "uniform"  # same in all tensors, Erdos-Renyi-Kernel, or one threshold for all
-    learning_starts: int = 5_000  # steps played before the first gradient step
-    buffer_size: int = 1_000_000  # transitions in the replay memory, first in, first out [D]
-    batch_size: int = 256  # transitions in a gradient step [B]
-    gamma: float = 0.99  # discount factor [gamma]
-    tau: float = 0.005  # weight of the newest in the moving averages: of the targets, of the cumulated losses [tau]
-    learning_rate: float = 1e-3  # step size of Adam
-    adam_epsilon: float = 1e-8  # epsilon of Adam
-    utd: int = 1  # gradient steps of the critics in each step of the environment [UTD]
-    policy_delay: int = 1  # steps between two gradient steps of the actor and of the temperature
-    eval_period: int = 10_000  # steps between two evaluations
-    eval_episodes: int = 10  # episodes of an evaluation, played side by side
-
-
-SMALLEST = {"seed": 0, "checkpoint_period": 0, "horizon": 2, "buffer_size": 2}  # all other whole numbers: 1
-LARGEST = {"seed": 2**31 - 1, "horizon": 2**29 - 1, "max_noise": 1e9, "cql_alpha": 1e9}  # all other fractions: 1
-NOT_SMALLER = {"n_networks": "tournament_size", "pruning_end": "pruning_start", "total_timesteps": "learning_starts"}
+    critic_features: Annotated[tuple[int, ...], (1, math.inf)] = (256, 256)  # widths of the hidden layers of a critic
+    actor_features: Annotated[tuple[int, ...], (1, math.inf)] = (256, 256)  # widths of the hidden layers of the actor
+    n_networks: Whole = 5  # online networks that learn side by side [K]
+    tournament_size: Annotated[int, (1, "n_networks")] = 3  # networks drawn for a tournament; the lowest loss wins [M]
+    max_noise: Annotated[float, (0, 1e9)] = 3.0  # a pruning's size is scaled by a draw from 0 to this [U_max]
+    max_speed: Share = 0.01  # largest share of the remaining weights that one pruning removes [S_max]
+    actor_final_sparsity: Annotated[float, (0, 0.999)] = 0.0  # sparsity of the actor at the end of Eq. (2)
+    pruning_power: Whole = 3  # steepness of the schedule, which is fastest at its start [n]
+    pruning_start: Share = 0.2  # share of the run at which the schedule of Eq. (2) starts [t_start]
+    pruning_end: Annotated[float, ("pruning_start", 1)] = 0.8  # share of the run at which it ends [t_end]
+    pruning_period: Whole = 1_000  # steps between two prunings [P]
+    sparsity_distribution: Distribution = "erk"  # Erdos-Renyi-Kernel, the same in all tensors, or one threshold for all
+    learning_starts: Annotated[int, (1, "total_timesteps")] = 5_000  # steps played before the first gradient step
+    buffer_size: Annotated[int, (2, math.inf)] = 1_000_000  # transitions in the replay memory, first in, first out [D]
+    batch_size: Whole = 256  # transitions in a gradient step [B]
+    gamma: Share = 0.99  # discount factor [gamma]
+    tau: Share = 0.005  # weight of the newest in the moving averages: of the targets, of the cumulated losses [tau]
+    learning_rate: Share = 1e-3  # step size of Adam
+    adam_epsilon: Share = 1e-8  # epsilon of Adam
+    utd: Whole = 1  # gradient steps of the critics in each step of the environment [UTD]
+    policy_delay: Whole = 1  # steps between two gradient steps of the actor and of the temperature
+    eval_period: Whole = 10_000  # steps between two evaluations
+    eval_episodes: Whole = 10  # episodes of an evaluation, played side by side
 
 
 def fail(message: str) -> NoReturn:
@@ -89,30 +96,38 @@ def fail(message: str) -> NoReturn:
 
 
 def check_args(args: Args) -> None:
-    for name, value in vars(args).items():
-        is_fraction = isinstance(getattr(Args, name), float)  # by its default
-        smallest = SMALLEST.get(name, 0 if is_fraction else 1)
-        largest = LARGEST.get(name, 1 if is_fraction else math.inf)
-        if isinstance(value, int | float | tuple) and not all(smallest <= x <= largest for x in np.ravel(value)):
-            fail(f"--{name.replace('_', '-')} must be from {smallest} to {largest}, not {value}")
-    for name, other in NOT_SMALLER.items():
-        if getattr(args, name) < getattr(args, other):
-            fail(f"--{name.replace('_', '-')} must not be smaller than --{other.replace('_', '-')}")
+    """Each flag is within its range, which stands beside it."""
+    for name, kind in typing.get_type_hints(Args, include_extras=True).items():
+        for bounds in getattr(kind, "__metadata__", ()):  # (smallest, largest), if there is a range
+            smallest, largest = [getattr(args, x) if isinstance(x, str) else x for x in bounds]
+            if not all(smallest <= x <= largest for x in np.ravel(getattr(args, name))):
+                others = "".join(f", the value of {flag(x)}" for x in bounds if isinstance(x, str))
+                fail(f"{flag(name)} must be from {smallest} to {largest}{others}, not {getattr(args, name)}")
+
+
+def flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def load_args(args: Args) -> Args:
     """With --resume, the flags of that run."""
-    if args != Args(resume=args.resume):
+    folder = args.resume
+    if args != Args(resume=folder):
         fail("--resume goes on with the run's own flags: leave out all others")
-    flags = json.loads((args.resume / "args.json").read_text())
-    if flags.keys() != vars(args).keys():
-        fail(f"{args.resume} is a run of another script")
-    if (args.resume / "policy.npz").exists() and not (args.resume / "checkpoint.npz").exists():
-        print(f"{args.resume} is finished, or was stopped without a checkpoint to go on from")
-        sys.exit()
+    if not (folder / "args.json").exists():
+        fail(f"{folder} is not the folder of a run")
+    flags = json.loads((folder / "args.json").read_text())
+    differing = flags.keys() ^ vars(args).keys()
+    if differing:
+        fail(f"{folder} is a run of another script or version, with other flags: {', '.join(map(flag, differing))}")
+    if not (folder / "checkpoint.npz").exists():
+        if (folder / "policy.npz").exists() and read_npz(folder / "policy.npz")[0]["step"] == flags["total_timesteps"]:
+            print(f"{folder} is finished")
+            sys.exit()
+        fail(f"{folder} has no checkpoint to go on from")
     flags = {name: tuple(x) if isinstance(x, list) else x for name, x in flags.items()}
     flags |= {name: Path(x) for name, x in flags.items() if name.endswith("_dir")}
-    return Args(**flags | {"resume": args.resume})
+    return Args(**flags | {"resume": folder})
 
 
 # ---- Environment -----------------------------------------------------------------------------------------------------
@@ -134,6 +149,27 @@ def make_env(env_id: str) -> gymnasium.Env:
     return gymnasium.wrappers.RescaleAction(env, np.float32(-1), np.float32(1))  # plain floats draw a warning
 
 
+class Episode:
+    """An episode that can be played again: the same seed and actions lead to the same observations."""
+
+    def __init__(self, seed: int, actions: list | np.ndarray = (), score: float = 0.0):
+        self.seed, self.actions, self.score = int(seed), list(actions), float(score)
+
+    def replay(self, env):
+        """The observation after its actions. Without actions yet, the first one."""
+        observation, _ = env.reset(seed=self.seed)
+        for action in self.actions:
+            observation = env.step(action)[0]
+        return observation
+
+    def add(self, action: np.ndarray, reward: float) -> None:
+        self.actions.append(action)
+        self.score += float(reward)
+
+    def saved(self) -> dict:
+        return {"seed": self.seed, "actions": np.array(self.actions), "score": self.score}
+
+
 # ---- Replay memory ---------------------------------------------------------------------------------------------------
 class Transitions(NamedTuple):
     observations: np.ndarray  # (..., n_observations), all are float32
@@ -143,13 +179,24 @@ class Transitions(NamedTuple):
     terminals: np.ndarray  # (...), 1 at a terminal state, 0 also where the time limit cuts the episode
 
 
+def check_disk(folder: Path, n_bytes: int) -> None:
+    if n_bytes > shutil.disk_usage(folder).free:
+        fail(
+            f"{folder} needs {n_bytes / 1e9:,.1f} GB: lower --buffer-size, or write nothing with --checkpoint-period 0"
+        )
+
+
 class TransitionMemory:
     """The last `size` transitions, first in, first out."""
 
-    def __init__(self, size: int, n_observations: int, n_actions: int):
+    EMPTY = {"rows": np.zeros(0), "n_added": 0}  # what `saved` gives, before anything is added
+
+    def __init__(self, size: int, n_observations: int, n_actions: int, rows=(), n_added=0):
         shapes = (n_observations,), (n_actions,), (), (n_observations,), ()
         columns = [(name, np.float32, shape) for name, shape in zip(Transitions._fields, shapes)]
-        self.rows, self.n_added = np.zeros(size, columns), 0
+        self.rows, self.n_added = np.zeros(size, columns), int(n_added)
+        if len(rows):
+            self.rows[: len(rows)] = rows  # of a checkpoint
 
     def add(self, *transition) -> None:
         self.rows[self.n_added % len(self.rows)] = transition
@@ -158,6 +205,9 @@ class TransitionMemory:
     def sample(self, rng: np.random.Generator, shape: tuple[int, ...]) -> Transitions:
         rows = self.rows[rng.integers(min(self.n_added, len(self.rows)), size=shape)]
         return Transitions(*(rows[name] for name in Transitions._fields))
+
+    def saved(self) -> dict:
+        return {"rows": self.rows[: self.n_added], "n_added": self.n_added}
 
 
 # ---- Network: actor and critic ---------------------------------------------------------------------------------------
@@ -196,14 +246,17 @@ def squashed_gaussian(mean: jax.Array, log_std: jax.Array, noise: jax.Array) -> 
 # ---- Pruning ---------------------------------------------------------------------------------------------------------
 def tensor_densities(tensors: list[np.ndarray], sparsity: float, distribution: str) -> np.ndarray:
     """Share of its weights that each tensor keeps."""
+    sizes = np.array([x.size for x in tensors])
     if distribution == "uniform":
         return np.full(len(tensors), 1.0 - sparsity)
-    sizes = np.array([x.size for x in tensors])
     if distribution == "global":  # its share of the largest weights of the whole network
         mask = magnitude_mask(np.concatenate([x.ravel() for x in tensors]), 1.0 - sparsity)
         return np.array([part.mean() for part in np.split(mask, sizes.cumsum()[:-1])])
+    if distribution != "erk":
+        raise ValueError(f"unknown distribution {distribution!r}: choose uniform, erk or global")
     # Erdos-Renyi-Kernel: density in proportion to sum(shape) / prod(shape), at most 1, and `sparsity` in total.
-    sums, dense = np.array([sum(x.shape) for x in tensors]), np.zeros(len(tensors), bool)
+    sums = np.array([sum(x.shape) for x in tensors])
+    dense = np.zeros(len(tensors), bool)
     for _ in tensors:
         scale = ((1.0 - sparsity) * sizes.sum() - sizes[dense].sum()) / max(sums[~dense].sum(), 1)
         dense |= scale * sums > sizes
@@ -221,9 +274,15 @@ def magnitude_mask(weights: np.ndarray, density: float) -> np.ndarray:
 
 
 def magnitude_masks(params, sparsity: float, distribution: str):
-    """Masks of one network: True is kept. Only tensors with more than one axis are pruned, biases never."""
+    """Masks of one network (not of a stacked population), on the host: True is kept.
+
+    Only tensors with more than one axis are pruned, biases never.
+    """
+    if not 0 <= sparsity < 1:
+        raise ValueError(f"a sparsity is from 0 to less than 1, not {sparsity}")
     leaves, structure = jax.tree.flatten(jax.device_get(params))
-    masks, prunable = [np.ones(x.shape, bool) for x in leaves], [i for i, x in enumerate(leaves) if x.ndim > 1]
+    masks = [np.ones(x.shape, bool) for x in leaves]
+    prunable = [i for i, x in enumerate(leaves) if x.ndim > 1]
     densities = tensor_densities([leaves[i] for i in prunable], sparsity, distribution)
     for i, density in zip(prunable, densities):
         masks[i] = magnitude_mask(leaves[i], density)
@@ -250,17 +309,19 @@ def next_sparsity(sparsity, noise, step: int, next_step: int, total_steps: int, 
 
 def select_population(rng: np.random.Generator, losses: np.ndarray, tournament_size: int) -> np.ndarray:
     """Fig. 3, left: the network that each slot gets, `parents`. An example with losses (5, 1, 4, 2, 3): network 1 is
-    the best, and the tournaments are won by 3, 1, 3 and 4. So 1, 3 and 4 stay where they are, the second seats of 1
-    and 3 go to the slots of 0 and 2, which were not selected, and `parents` is (1, 1, 3, 3, 4)."""
+    the best, and the tournaments are won by 3, 1, 3 and 4. So 1, 3 and 4 stay in their slots, copies of 1 and 3, which
+    were selected a second time, go to slots 0 and 2, which were not, and `parents` is (1, 1, 3, 3, 4)."""
     losses = np.asarray(losses)
     finite = np.flatnonzero(np.isfinite(losses))
-    selected = [finite[losses[finite].argmin()]]  # one seat for the lowest loss, the others for tournament winners
+    if not len(finite):
+        raise ValueError(f"no network has a finite loss: {losses}")
+    selected = [finite[losses[finite].argmin()]]  # the lowest loss of all, then the winners of tournaments
     for _ in range(len(losses) - 1):
         drawn = rng.choice(finite, min(tournament_size, len(finite)), replace=False)
         selected.append(drawn[losses[drawn].argmin()])
-    survivors, first_seats = np.unique(selected, return_index=True)
     parents = np.arange(len(losses))
-    parents[np.setdiff1d(parents, survivors)] = np.delete(selected, first_seats)
+    free_slots = [k for k in parents if k not in selected]
+    parents[free_slots] = [k for i, k in enumerate(selected) if k in selected[:i]]  # the second selections and further
     return parents
 
 
@@ -290,12 +351,6 @@ def network_at(stacked, idx):
     return jax.tree.map(lambda x: x[idx], stacked)
 
 
-def put_network(stacked, idx, network) -> None:
-    """Writes a network to `idx` in all tensors of a tree, which are of numpy."""
-    for tensor, value in zip(jax.tree.leaves(stacked), jax.tree.leaves(network)):
-        tensor[idx] = value
-
-
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def init_agent(args: Args, actor: Actor, critic: Critic, key: jax.Array, observation: np.ndarray) -> AgentState:
     actor_key, critic_key = jax.random.split(key)
@@ -318,17 +373,43 @@ def init_agent(args: Args, actor: Actor, critic: Critic, key: jax.Array, observa
 
 
 # ---- Learning --------------------------------------------------------------------------------------------------------
-def soft_values(actor: Actor, critic: Critic, state: AgentState, critic_pair, observations: jax.Array, noise):
+@jax.jit
+def is_finite(params) -> jax.Array:
+    """Whether all weights of a network are finite numbers."""
+    return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(params)]).all()
+
+
+@jax.jit
+def count_distinct(params) -> jax.Array:
+    """Different networks of a population: copies of one parent, pruned to the same sparsity, are equal."""
+    tensors = [x.reshape(len(x), -1) for x in jax.tree.leaves(params)]
+    equal = jnp.stack([(x[:, None] == x).all(axis=-1) for x in tensors]).all(axis=0)  # (K, K)
+    return (~jnp.tril(equal, -1).any(axis=1)).sum()  # those that equal none before them
+
+
+class Draws(NamedTuple):
+    """All that is random in a call of `learn`."""
+
+    batches: Transitions  # (utd, batch, ...)
+    critic_noise: np.ndarray  # (utd, batch, n_actions), standard normal
+    actor_noise: np.ndarray  # (batch, n_actions)
+    choices: np.ndarray  # (2,) uniform in [0, 1), for the critic that the actor learns from
+
+
+def soft_values(actor: Actor, critic: Critic, actor_params, temperature, critic_pair, observations, noise):
     """min_i Q_i(s, a) - alpha log pi(a | s) for a drawn action a in each state s, and log pi(a | s); both (batch,)."""
-    actions, log_probs = squashed_gaussian(*actor.apply(state.actor_params, observations), noise)
+    actions, log_probs = squashed_gaussian(*actor.apply(actor_params, observations), noise)
     q_values = jax.vmap(critic.apply, in_axes=(0, None, None))(critic_pair, observations, actions)  # (2, batch)
-    return q_values.min(axis=0) - jnp.exp(state.log_temperature) * log_probs, log_probs
+    return q_values.min(axis=0) - temperature * log_probs, log_probs
 
 
 def learn_critics(args: Args, actor: Actor, critic: Critic, state: AgentState, batch: Transitions, noise):
     """Alg. 2, l. 6-10: one gradient step of all critics towards the shared target."""
     target_pair = network_at(state.target_params, (jnp.arange(2), state.target_idx))  # (2, ...)
-    next_values, _ = soft_values(actor, critic, state, target_pair, batch.next_observations, noise)
+    temperature = jnp.exp(state.log_temperature)
+    next_values, _ = soft_values(
+        actor, critic, state.actor_params, temperature, target_pair, batch.next_observations, noise
+    )
     targets = batch.rewards + args.gamma * (1 - batch.terminals) * next_values  # l. 6
 
     def td_loss(params):
@@ -343,7 +424,8 @@ def learn_critics(args: Args, actor: Actor, critic: Critic, state: AgentState, b
     target_params = optax.incremental_update(params, state.target_params, args.tau)
 
     averages = (1 - args.tau) * state.cumulated_losses + args.tau * losses
-    cumulated_losses = jnp.where(jnp.isfinite(averages), averages, jnp.inf)
+    usable = jnp.isfinite(averages) & jax.vmap(jax.vmap(is_finite))(params)
+    cumulated_losses = jnp.where(usable, averages, jnp.inf)
     state = state._replace(params=params, target_params=target_params, opt_state=opt_state)
     state = state._replace(cumulated_losses=cumulated_losses, target_idx=cumulated_losses.argmin(axis=1))  # l. 10
     return state, {"losses/qf_loss": losses.mean(), "losses/qf_values": q_values.mean()}
@@ -351,15 +433,17 @@ def learn_critics(args: Args, actor: Actor, critic: Critic, state: AgentState, b
 
 def learn_actor(args: Args, actor: Actor, critic: Critic, state: AgentState, critic_pair, observations, noise):
     """Alg. 2, l. 12: one gradient step of the actor, and of the temperature towards an entropy of -n_actions."""
+    temperature = jnp.exp(state.log_temperature)
 
     def actor_loss(actor_params):
-        new_state = state._replace(actor_params=actor_params)
-        values, log_probs = soft_values(actor, critic, new_state, critic_pair, observations, noise)
+        values, log_probs = soft_values(actor, critic, actor_params, temperature, critic_pair, observations, noise)
         return -jnp.mean(values), -jnp.mean(log_probs)
 
+    def temperature_loss(log_temperature):  # see PAPER.md
+        return jnp.exp(log_temperature) * (entropy + actor.n_actions)
+
     (loss, entropy), actor_grads = jax.value_and_grad(actor_loss, has_aux=True)(state.actor_params)
-    temperature = jnp.exp(state.log_temperature)
-    grads = actor_grads, temperature * (entropy + actor.n_actions)  # of alpha * (entropy - target), see the README
+    grads = actor_grads, jax.grad(temperature_loss)(state.log_temperature)
     updates, actor_opt_state = make_optimizer(args).update(grads, state.actor_opt_state)
     actor_params, log_temperature = optax.apply_updates((state.actor_params, state.log_temperature), updates)
     actor_params = jax.tree.map(jnp.multiply, actor_params, state.actor_masks)
@@ -367,37 +451,63 @@ def learn_actor(args: Args, actor: Actor, critic: Critic, state: AgentState, cri
     return state, {"losses/actor_loss": loss, "losses/entropy": entropy, "losses/alpha": temperature}
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 7), donate_argnums=3)
-def learn(args: Args, actor: Actor, critic: Critic, state: AgentState, batches: Transitions, noise, delays, with_actor):
-    """Alg. 2, l. 4-12. `batches` is (utd, batch, ...), `noise` (utd + 1, batch, n_actions): the last is the actor's."""
+def draw_networks(uniform: jax.Array, losses: jax.Array) -> jax.Array:
+    """`Choice` of Alg. 2 for each of the two critics: network k with a probability in proportion to 1 / L_k."""
+    weights = 1 / jnp.maximum(losses, 1e-30)  # (2, K), 0 for a diverged network
+    probabilities = weights / weights.sum(axis=1, keepdims=True)
+    return (uniform[:, None] >= probabilities.cumsum(axis=1)[:, :-1]).sum(axis=1)  # (2,): into whose share it falls
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 5), donate_argnums=3)
+def learn(args: Args, actor: Actor, critic: Critic, state: AgentState, draws: Draws, with_actor: bool):
+    """Alg. 2, l. 4-12. The actor learns from the last of the `utd` batches."""
     for i in range(args.utd):
-        batch = jax.tree.map(lambda x, i=i: x[i], batches)
-        state, metrics = learn_critics(args, actor, critic, state, batch, noise[i])
+        batch = network_at(draws.batches, i)
+        state, metrics = learn_critics(args, actor, critic, state, batch, draws.critic_noise[i])
     if with_actor:
-        # `delays` (2, K) are exponential: the smallest delay * L_k is that of network k with a probability ~ 1 / L_k.
-        behaviour_idx = (delays * state.cumulated_losses).argmin(axis=1)  # (2,) l. 11
+        behaviour_idx = draw_networks(draws.choices, state.cumulated_losses)  # (2,) l. 11
         critic_pair = network_at(state.params, (jnp.arange(2), behaviour_idx))  # (2, ...)
-        state, actor_metrics = learn_actor(args, actor, critic, state, critic_pair, batch.observations, noise[-1])
+        state, actor_metrics = learn_actor(
+            args, actor, critic, state, critic_pair, batch.observations, draws.actor_noise
+        )
         metrics |= actor_metrics
     return state, metrics
 
 
 def prune_critic_copies(args: Args, rng: np.random.Generator, state: AgentState, parents: np.ndarray, step: int):
-    """Alg. 2, l. 15: the duplicated networks are pruned to a sparsity drawn by Eq. (3), all others stay as they are."""
-    state, next_step = jax.tree.map(np.array, state), step + args.pruning_period  # of numpy, to write to
+    """Alg. 2, l. 15: slot (i, k) gets network (i, parents[i, k]); copies are pruned to a sparsity drawn by Eq. (3)."""
+    next_step = step + args.pruning_period
+    sparsities = np.array(state.sparsities)
+    masks = [[network_at(state.masks, (i, parent)) for parent in parents[i]] for i in range(2)]
     for i, k in np.argwhere(parents != np.arange(args.n_networks)):
         parent = i, parents[i, k]
-        noise, parent_sparsity = rng.uniform(0, args.max_noise), float(state.sparsities[parent])
+        noise = rng.uniform(0, args.max_noise)
+        parent_sparsity = float(sparsities[parent])
         sparsity = next_sparsity(parent_sparsity, noise, step, next_step, args.total_timesteps, args.max_speed)
-        params = network_at(state.params, parent)
-        masks = magnitude_masks(params, sparsity, args.sparsity_distribution)
-        params = jax.tree.map(np.multiply, params, masks)
-        put_network(state.params, (i, k), params)
-        put_network(state.target_params, (i, k), network_at(state.target_params, parent))  # not masked: it follows
-        put_network(state.opt_state, (i, k), make_optimizer(args).init(params))  # copies start a new Adam
-        put_network(state.masks, (i, k), masks)
-        state.sparsities[i, k] = sparsity
-    return jax.device_put(state)
+        sparsity = min(sparsity, 1 - 1e-6)  # as large as it may be; every tensor keeps a weight in any case
+        masks[i][k] = magnitude_masks(network_at(state.params, parent), sparsity, args.sparsity_distribution)
+        sparsities[i, k] = sparsity
+    masks = jax.tree.map(lambda *x: jnp.stack(x).reshape(2, args.n_networks, *x[0].shape), *masks[0], *masks[1])
+    return next_critics(args, state, parents, masks, sparsities)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def next_critics(args: Args, state: AgentState, parents, masks, sparsities) -> AgentState:
+    """Networks gathered by `parents`, on the device. Those that stay keep their Adam, copies start a new one."""
+    idx = jnp.arange(2)[:, None], parents
+    params = jax.tree.map(jnp.multiply, network_at(state.params, idx), masks)
+    opt_state = jax.vmap(jax.vmap(choose))(
+        parents == jnp.arange(args.n_networks),
+        network_at(state.opt_state, idx),
+        jax.vmap(jax.vmap(make_optimizer(args).init))(params),
+    )
+    target_params = network_at(state.target_params, idx)  # not masked: they follow params
+    state = state._replace(params=params, target_params=target_params, opt_state=opt_state)
+    return state._replace(masks=masks, sparsities=sparsities)
+
+
+def choose(condition: jax.Array, tree, other):
+    return jax.tree.map(functools.partial(jnp.where, condition), tree, other)
 
 
 def prune_actor(args: Args, state: AgentState, step: int) -> AgentState:
@@ -438,15 +548,18 @@ def train(args: Args) -> Path:
     (n_observations,), (n_actions,) = env.observation_space.shape, env.action_space.shape
     actor, critic = Actor(args.actor_features, n_actions), Critic(args.critic_features)
     state = init_agent(args, actor, critic, jax.random.key(args.seed), np.zeros(n_observations))  # Alg. 2, l. 1
-    memory = TransitionMemory(args.buffer_size, n_observations, n_actions)
-    with contextlib.closing(Run(args)) as run:
-        seed, played, score, metrics = int(rng.integers(2**31)), [], 0.0, {}  # of the episode: seed, actions, return
-        if args.resume:
-            (state, rows, played), (seed, score, metrics, memory.n_added) = run.restore(rng, (state, 0, 0))
-            state, memory.rows[: len(rows)], played = jax.device_put(state), rows, list(played)
-        observation, _ = env.reset(seed=seed)
-        for action in played:  # the same seed and actions lead to the same observation each time
-            observation = env.step(action)[0]
+    with contextlib.closing(Run(args, rng)) as run:
+        episode = Episode(seed=rng.integers(2**31))
+        saved = run.restore(
+            state=state, memory=TransitionMemory.EMPTY, episode=episode.saved()
+        )  # in a new run as given
+        state, metrics, episode = saved["state"], saved["metrics"], Episode(**saved["episode"])
+        memory = TransitionMemory(args.buffer_size, n_observations, n_actions, **saved["memory"])
+        if args.checkpoint_period:
+            check_disk(
+                run.folder, 2 * memory.rows[: args.total_timesteps].nbytes
+            )  # a new checkpoint beside the old one
+        observation = episode.replay(env)
         for step in run.steps(args.learning_starts):  # l. 2
             if step <= args.learning_starts:
                 action = rng.uniform(-1, 1, n_actions).astype(np.float32)  # as the memory stores it
@@ -455,26 +568,25 @@ def train(args: Args) -> Path:
                 # DIFFERS: an update samples before the newest transition is added, as the environment runs meanwhile.
                 batches = memory.sample(rng, (args.utd, args.batch_size))  # l. 5
                 noise = rng.standard_normal((args.utd + 1, args.batch_size, n_actions), np.float32)
-                delays = rng.standard_exponential((2, args.n_networks))
+                draws = Draws(batches, noise[:-1], noise[-1], choices=rng.random(2, np.float32))
                 with_actor = step % args.policy_delay == 0
-                state, new_metrics = learn(args, actor, critic, state, batches, noise, delays, with_actor)  # l. 4-12
+                state, new_metrics = learn(args, actor, critic, state, draws, with_actor)  # l. 4-12
                 metrics |= new_metrics
             action = np.asarray(action)  # waits for the action, not for the update after it
             if not np.isfinite(action).all():
                 fail(f"the actor has diverged at step {step - 1}; try a lower --learning-rate")
             next_observation, reward, terminal, truncation, _ = env.step(action)
             memory.add(observation, action, reward, next_observation, terminal)
-            played.append(action)
-            score += reward
+            episode.add(action, reward)
             if terminal or truncation:
-                run.log({"charts/episodic_return": score, "charts/episodic_length": len(played)})
-                seed, played, score = int(rng.integers(2**31)), [], 0.0
-                next_observation, _ = env.reset(seed=seed)
+                run.log({"charts/episodic_return": episode.score, "charts/episodic_length": len(episode.actions)})
+                episode = Episode(seed=rng.integers(2**31))
+                next_observation = episode.replay(env)
             observation = next_observation
 
             # DIFFERS: no tournament before the first gradient step, when all cumulated losses are 0.
             if step % args.pruning_period == 0 and step > args.learning_starts:  # l. 13
-                losses, sparsities = np.array(state.cumulated_losses), np.array(state.sparsities)
+                losses, sparsities = np.asarray(state.cumulated_losses), np.asarray(state.sparsities)
                 if not np.isfinite(losses).any(axis=1).all():
                     fail(f"all networks of a critic have diverged by step {step}; try a lower --learning-rate")
                 run.log({"sparsity/target": sparsities[np.arange(2), state.target_idx].mean()})
@@ -482,6 +594,7 @@ def train(args: Args) -> Path:
                     run.log({f"sparsity/critic_{i}/network": sparsities[i], f"losses/critic_{i}/cumulated": losses[i]})
                 parents = np.stack([select_population(rng, losses[i], args.tournament_size) for i in range(2)])  # l. 14
                 state = prune_critic_copies(args, rng, state, parents, step)  # l. 15
+                run.log({"population/distinct": jax.vmap(count_distinct)(state.params)})
                 state = state._replace(cumulated_losses=jnp.zeros_like(state.cumulated_losses))  # l. 16
             if step % args.pruning_period == 0 and args.actor_final_sparsity:
                 state = prune_actor(args, state, step)
@@ -493,106 +606,122 @@ def train(args: Args) -> Path:
                 run.log(metrics)
             if run.save_is_due():
                 critics = {f"critic_{i}": network_at(state.params, (i, state.target_idx[i])) for i in range(2)}
-                tree = state, memory.rows[: memory.n_added], np.array(played)
-                run.save({"actor": state.actor_params, **critics}, rng, tree, (seed, score, metrics, memory.n_added))
+                policy = {"actor": state.actor_params, **critics}
+                layers = {name: {layer: {"kind": "dense"} for layer in x["params"]} for name, x in policy.items()}
+                checkpoint = {"state": state, "memory": memory.saved(), "episode": episode.saved()}
+                run.save(policy, layers, checkpoint, metrics)
     return run.folder
 
 
-# ---- Run: folder, curves, screen, checkpoint, policy file ------------------------------------------------------------
+# ---- Run: folder, curves, progress bar, checkpoint, policy file ------------------------------------------------------
+def arrays_by_name(tree) -> dict:
+    """`{"state/params/params/Conv_0/kernel": ..., ...}`"""
+    leaves = jax.tree.leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
+
+
 def write_npz(path: Path, about: dict, tree, save=np.savez) -> None:
     """The tree's arrays by name, and `about` as JSON: there as a whole or not at all, even if the power fails."""
-    leaves, temporary = jax.tree.leaves_with_path(jax.device_get(tree)), Path(f"{path}.tmp")
-    arrays = {jax.tree_util.keystr(name, simple=True, separator="/"): x for name, x in leaves}
-    with open(temporary, "wb") as file:
-        save(file, about=json.dumps(about | {"arrays": list(arrays)}, default=float), **arrays)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    arrays, temporary = arrays_by_name(jax.device_get(tree)), Path(f"{path}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            save(file, about=json.dumps(about | {"arrays": list(arrays)}, default=float), **arrays)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)  # if the disk was full
 
 
 def read_npz(path: Path) -> tuple[dict, dict]:
-    with open(path, "rb") as file, contextlib.suppress(Exception), np.load(file) as arrays:  # damage has many kinds
-        if arrays.zip.testzip() is None:  # all checksums are right; np.load does not look at all bytes
+    try:
+        with open(path, "rb") as file, np.load(file) as arrays:
+            if arrays.zip.testzip():  # the first member with a wrong checksum: np.load does not look at all bytes
+                raise ValueError
             about = json.loads(str(arrays["about"]))
             return about, {name: arrays[name] for name in about["arrays"]}  # damage can hide an array of a zip file
-    fail(f"{path} is damaged")
+    except Exception:  # damage has a dozen kinds
+        fail(f"{path} is damaged")
 
 
 class Run:
     """A run as a person sees it: its folder, its curves, its progress. Ctrl-C and SIGTERM end it after a step."""
 
-    def __init__(self, args: Args):
+    def __init__(self, args: Args, rng: np.random.Generator):
         name = f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{time.time():.3f}"
-        self.args, self.folder, self.step = args, args.resume or args.runs_dir / name, 0
-        self.stop_signal, self.stopped, self.latest, self.sps, self.shown = None, False, {}, 0.0, time.perf_counter()
-        self.lock = filelock.FileLock(self.folder / "in_use.lock").acquire(blocking=False).lock  # makes the folder, too
+        self.args, self.rng, self.folder = args, rng, args.resume or args.runs_dir / name
+        self.step, self.stop_signal, self.stopped, self.handlers, self.shown = 0, None, False, {}, {}
+        self.lock = filelock.FileLock(self.folder / "in_use.lock")  # makes the folder, too
+        try:
+            self.lock.acquire(blocking=False)
+        except filelock.Timeout:
+            fail(f"another process is at work on {self.folder}")
+        if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
+            self.handlers = {x: signal.signal(x, self.interrupt) for x in (signal.SIGINT, signal.SIGTERM)}
         if not args.resume:
             (self.folder / "args.json").write_text(json.dumps(vars(args), indent=2, default=str))
 
-    def restore(self, rng: np.random.Generator, tree) -> tuple:
-        """What `save` was given: a tree of the same structure, and the notes. The curves are cut back to that step."""
-        about, arrays = read_npz(self.folder / "checkpoint.npz")
-        newer = {path.name: 0 for path in self.folder.glob("events*")}
+    def interrupt(self, signum: int, _) -> None:
+        if self.stop_signal and signum == signal.SIGINT:  # a second Ctrl-C does not wait for the end of the step
+            sys.exit(128 + signum)
+        self.stop_signal = signum
+
+    def restore(self, **fresh) -> dict:
+        """What `save` was given, by name, and the metrics; in a new run what is given here. Curves are cut back."""
+        if not self.args.resume:
+            return fresh | {"metrics": {}}
+        path, expected = self.folder / "checkpoint.npz", arrays_by_name(fresh)
+        about, arrays = read_npz(path)
+        fixed = [name for name in expected if name.startswith("state/")]  # the others grow
+        if arrays.keys() != expected.keys() or any(arrays[x].shape != expected[x].shape for x in fixed):
+            fail(f"{path} is of another version of this script")
+        newer = {curves.name: 0 for curves in self.folder.glob("events*")}
         for name, size in (newer | about["files"]).items():
             os.truncate(self.folder / name, size)  # an error if it is missing
-        self.step, rng.bit_generator.state = about["step"], about["rng"]
-        return jax.tree.unflatten(jax.tree.structure(tree), arrays.values()), about["notes"]
-
-    def interrupt(self, signum: int, _) -> None:
-        self.stop_signal = signum  # the run ends after its current step
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C ends it at once
+        self.step, self.rng.bit_generator.state = about["step"], about["rng"]
+        saved = jax.tree.unflatten(jax.tree.structure(fresh), [arrays[name] for name in expected])
+        return saved | {"state": jax.device_put(saved["state"]), "metrics": about["metrics"]}
 
     def steps(self, learning_starts: int = 0, stride: int = 1):
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(signum, self.interrupt)
-        print(f"Run folder {self.folder}, on the {jax.default_backend().upper()}, after {self.step:,} steps")
-        with contextlib.closing(Writer(str(self.folder))) as self.writer:
-            timed_from = max(self.step, learning_starts) + 100  # by then updates run, and have compiled
-            while self.step < self.args.total_timesteps and not self.stopped:
+        """Counts the steps, until the last one or until a signal has come."""
+        print(
+            f"Run folder {self.folder}, on the {jax.default_backend().upper()}, after {self.step:,} steps", flush=True
+        )
+        total = self.args.total_timesteps
+        timed_from = max(self.step, learning_starts) + 100  # by then updates run, and have compiled
+        look = {"mininterval": 0.5, "dynamic_ncols": True}
+        if not sys.stdout.isatty():  # a line every half minute
+            line = "{n:,}/{total:,} steps, {rate_fmt}, {remaining} left{postfix}\n"
+            look = {"mininterval": 30, "maxinterval": 60, "bar_format": line}
+        bar = tqdm(total=total, initial=self.step, unit=" steps", file=sys.stdout, **look)
+        with contextlib.closing(EventFileWriter(str(self.folder))) as self.writer, bar as self.bar:
+            while self.step < total and not self.stopped:
                 self.step += stride
                 yield self.step
+                self.bar.update(stride)
                 if self.step <= timed_from:
                     start = time.perf_counter()
-                else:
-                    self.sps = (self.step - timed_from) / (time.perf_counter() - start)
-                    if self.step % LOG_PERIOD == 0:
-                        self.log({"charts/SPS": self.sps})
-                if time.perf_counter() - self.shown > (0.5 if sys.stdout.isatty() else 30):  # seconds
-                    self.show()
-        self.show()
-        end, n_kept = "Interrupted" if self.stopped else "Finished", np.count_nonzero(self.weights)
-        print(f"\n{end} after {self.step:,} steps, with {n_kept:,} of {self.weights.size:,} weights", flush=True)
-        if self.stopped and self.args.checkpoint_period:
-            print(f"python {sys.argv[0]} --resume {self.folder}")
-        print(f"python play_policy.py {self.folder}/policy.npz\ntensorboard --logdir {self.folder.parent}")
-        if not self.stopped:
-            for name in ("checkpoint.npz", "replay", "in_use.lock"):
-                (self.folder / name).unlink(missing_ok=True)
+                elif self.step % LOG_PERIOD == 0:
+                    self.log({"charts/SPS": (self.step - timed_from) / (time.perf_counter() - start)})
+        self.finish()
 
     def log(self, scalars: dict) -> None:
         """A number gives one curve, a vector gives `tag_0`, `tag_1`, ..."""
         for tag, value in scalars.items():
-            self.latest[tag] = np.mean(value)
             for k, x in enumerate(np.ravel(value)):
-                self.writer.add_scalar(f"{tag}_{k}" if np.ndim(value) else tag, x, self.step)
-
-    def show(self) -> None:
-        self.shown, total = time.perf_counter(), self.args.total_timesteps
-        status = f"[{'#' * (20 * self.step // total):20}] {self.step:,}/{total:,} steps"
-        if self.sps:
-            status += f", {self.sps:,.1f} SPS, {datetime.timedelta(seconds=(total - self.step) // self.sps)} left"
-        status += "".join(f", {name} {self.latest[tag]:.4g}" for name, tag in SHOWN.items() if tag in self.latest)
-        width = shutil.get_terminal_size().columns - 1
-        print(f"\r{status[:width]:{width}}" if sys.stdout.isatty() else f"{status}\n", end="", flush=True)
+                point = Summary.Value(tag=f"{tag}_{k}" if np.ndim(value) else tag, simple_value=x)
+                self.writer.add_event(Event(wall_time=time.time(), step=self.step, summary=Summary(value=[point])))
+            if tag in SHOWN:
+                self.shown[SHOWN[tag]] = f"{np.mean(value):.4g}"
+        self.bar.set_postfix(self.shown, refresh=False)
 
     def save_is_due(self) -> bool:
         total, period = self.args.total_timesteps, self.args.checkpoint_period or math.inf
         return self.step % period == 0 or self.step == total or self.stop_signal is not None
 
-    def save(self, policy: dict, rng: np.random.Generator, tree, notes) -> None:
+    def save(self, policy: dict, layers: dict, checkpoint: dict, metrics: dict) -> None:
         """The networks that play, and what it takes to go on as if the run had never stopped."""
         policy = jax.tree.map(lambda x: np.asarray(x) + 0, policy)  # -0 becomes 0: then the file is smaller
-        self.weights = np.concatenate([x.ravel() for x in jax.tree.leaves(policy) if x.ndim > 1])
         if not all(np.isfinite(x).all() for x in jax.tree.leaves(policy)):
             fail(f"the networks have diverged by step {self.step}; try a lower --learning-rate")
         if self.args.checkpoint_period and self.step < self.args.total_timesteps:
@@ -602,29 +731,49 @@ class Run:
                 with open(path, "rb+") as file:
                     os.fsync(file.fileno())
                 files[path.name] = path.stat().st_size
-            about = {"step": self.step, "rng": rng.bit_generator.state, "files": files, "notes": notes}
-            write_npz(self.folder / "checkpoint.npz", about, tree)
-        flags = json.loads((self.folder / "args.json").read_text())
-        about = {"script": Path(__file__).stem, "args": flags, "step": self.step}
+            about = {"step": self.step, "rng": self.rng.bit_generator.state, "files": files, "metrics": metrics}
+            write_npz(self.folder / "checkpoint.npz", about, checkpoint)
+        self.kept = jax.tree.map(lambda x: x != 0, policy)
+        about = {"script": Path(__file__).stem, "args": json.loads((self.folder / "args.json").read_text())}
+        about |= {"step": self.step, "layers": layers, "sparsity": {x: sparsity_of(self.kept[x]) for x in policy}}
         write_npz(self.folder / "policy.npz", about, policy, np.savez_compressed)
         self.stopped = self.stop_signal is not None and self.step < self.args.total_timesteps
 
+    def finish(self) -> None:
+        """The last words. What a finished run no longer needs goes."""
+        weights = np.concatenate([x.ravel() for x in jax.tree.leaves(self.kept) if x.ndim > 1])
+        end = "Interrupted" if self.stopped else "Finished"
+        print(f"{end} after {self.step:,} steps, with {weights.sum():,} of {weights.size:,} weights")
+        if self.stopped and self.args.checkpoint_period:
+            print(shlex.join(["python", os.path.relpath(__file__), "--resume", str(self.folder)]))
+        player = Path(__file__).with_name("play_policy.py")
+        if player.exists():
+            print(shlex.join(["python", os.path.relpath(player), str(self.folder)]))
+        print(shlex.join(["tensorboard", "--logdir", str(self.folder.parent)]), flush=True)
+        if not self.stopped:
+            for name in ("checkpoint.npz", "replay", "in_use.lock"):
+                (self.folder / name).unlink(missing_ok=True)
+
     def close(self) -> None:
         self.lock.release()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for signum, handler in self.handlers.items():
+            signal.signal(signum, handler)  # the caller's own
         if self.step == 0 and not self.args.resume:  # the run could not start
             shutil.rmtree(self.folder)
+        elif not (self.folder / "checkpoint.npz").exists():  # nothing goes on from these 8.8 GB
+            (self.folder / "replay").unlink(missing_ok=True)
         if self.stopped:
             sys.exit(128 + self.stop_signal)
 
 
-def main(args: Args) -> None:
+def main(args: Args, given: tuple[str, ...] = ()) -> None:
+    if args.resume and sum(x.startswith("--") for x in given) > 1:  # a flag's default is another flag, too
+        fail("--resume goes on with the run's own flags: leave out all others")
     try:
         train(args)
-    except (OSError, MemoryError, json.JSONDecodeError) as error:  # a missing file, a full disk, a run in use
+    except (OSError, MemoryError, json.JSONDecodeError) as error:  # a missing file, a full disk, too little memory
         fail(str(error))
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    main(tyro.cli(Args, description=__doc__), tuple(sys.argv[1:]))

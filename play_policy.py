@@ -1,11 +1,12 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["ale-py>=0.12", "gymnasium[mujoco]>=1.2", "imageio>=2.34", "numpy>=2", "scipy>=1.14", "tyro>=1.0"]
+# dependencies = ["ale-py>=0.12", "gymnasium[mujoco]>=1.2", "imageio>=2.34", "minatar>=1.0.15", "numpy>=2",
+#     "scipy>=1.14", "tyro>=1.0"]
 # ///
-"""Plays what any of the six scripts has trained, without JAX, and says what its sparsity has bought.
+"""Plays what any of the scripts has trained, without JAX, and says what its sparsity has bought.
 
-    python play_policy.py runs/.../policy.npz
-    python play_policy.py runs/.../policy.npz --video game.gif
+    python play_policy.py runs/...
+    python play_policy.py runs/... --video game.gif
 
 To run a network elsewhere, copy the sections "Policy file" and "Forward pass", with the imports and constants they use:
 NumPy, and SciPy if it is sparse. Outputs agree with JAX's to 1e-5, enough for a chaotic task to take another course.
@@ -13,12 +14,13 @@ NumPy, and SciPy if it is sparse. Outputs agree with JAX's to 1e-5, enough for a
 
 import dataclasses
 import gzip
-import importlib.util
 import io
 import itertools
 import json
 import os
 import re
+import shlex
+import signal
 import sys
 import tempfile
 import time
@@ -26,6 +28,8 @@ import zipfile
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports below ends it without a traceback
 os.environ["OPENBLAS_NUM_THREADS"] = "1"  # before NumPy is imported: on a busy machine its threads wait for each other
 
 import gymnasium
@@ -33,24 +37,26 @@ import numpy as np
 import tyro
 
 FRAME, STACK = (84, 84), 4  # pixels of a frame, frames of an observation
-STRIDES = {8: 4, 4: 2, 3: 1}  # of a convolution, by the size of its kernel
+GRID = 10  # cells of a side of MinAtar's world
 SPARSE_FROM = 0.85  # sparsity from which a sparse product is faster, in a convolution or in a large matrix
 SPARSE_SIZE = 100_000  # weights of a large matrix
 N_TIMED = 100  # observations on which an action is timed
+TOOL = "this player"  # in messages
+# Of MinAtar's channels in a film, after the black background: matplotlib's tab10.
+COLOURS = bytes.fromhex("000000 1f77b4 ff7f0e 2ca02c d62728 9467bd 8c564b e377c2 7f7f7f bcbd22 17becf")
 
 
 # ---- Arguments -------------------------------------------------------------------------------------------------------
 @dataclasses.dataclass(frozen=True)
 class Args:
-    path: tyro.conf.Positional[Path]  # the policy.npz of a run
+    path: tyro.conf.Positional[Path]  # the folder of a run, or its policy.npz
     episodes: int = 10  # episodes to play
-    epsilon: float = 0.01  # share of random actions on Atari; on MuJoCo a policy plays its mean
+    epsilon: float = 0.01  # share of random actions on Atari and MinAtar; on MuJoCo a policy plays its mean
     seed: int = 1  # seed of everything that is random
     horizon: int | None = None  # steps after which an episode is cut; without it, as in training
     video: Path | None = None  # film of the first episode, a .gif file
     record_dir: Path | None = None  # folder for a recording of all that is played on Atari, for the offline scripts
     record_rows: int = 50_000  # rows of a recorded file, each a frame with its action, reward and terminal
-    onnx: Path | None = None  # file for ONNX Runtime, which knows no sparse weights: it is as large as a dense network
 
 
 LIMITS = {"episodes": (1, 10**6), "epsilon": (0, 1), "seed": (0, 2**31 - 1), "horizon": (1, 10**8)}
@@ -68,23 +74,25 @@ def check_args(args: Args) -> None:
         value = getattr(args, name)
         if value is not None and not smallest <= value <= largest:
             fail(f"--{name.replace('_', '-')} must be from {smallest} to {largest}, not {value}")
-    if args.onnx and not importlib.util.find_spec("onnx"):
-        fail("--onnx needs a package: pip install onnx")
     if args.video and args.video.suffix != ".gif":
         fail(f"--video {args.video} must be a .gif file")
-    for path in filter(None, (args.video, args.onnx)):
-        check_folder(path.parent)
-        if path.is_dir():
-            fail(f"{path} is a folder")
+    if args.video:
+        check_output(args.video)
 
 
 def check_folder(folder: Path) -> None:
-    """Better now than after ten episodes."""
+    """Better now than after the work."""
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         fail(f"cannot write to {folder}: {error.strerror}")
+
+
+def check_output(path: Path) -> None:
+    check_folder(path.parent)
+    if path.is_dir():
+        fail(f"{path} is a folder")
 
 
 def write_whole(path: Path, write) -> None:
@@ -100,11 +108,13 @@ def write_whole(path: Path, write) -> None:
 
 # ---- Policy file -----------------------------------------------------------------------------------------------------
 def load_policy(path: Path | str) -> tuple[dict, dict]:
-    """What the file says about itself, and its networks: `target` on Atari, `actor` and two critics on MuJoCo.
+    """What the file says about itself, and its networks: `target`, or on MuJoCo `actor` and two critics.
 
-    Tensors have their names of flax: `networks["target"]["params"]["Conv_0"]["kernel"]`.
+    Tensors have their names of flax: `networks["target"]["params"]["Conv_0"]["kernel"]`. Beside them are `layers`, the
+    kind of each, and `world`: atari, minatar or mujoco.
     """
-    data = Path(path).read_bytes()
+    path = Path(path) / "policy.npz" if Path(path).is_dir() else Path(path)
+    data = path.read_bytes()
     try:
         zipped = zipfile.ZipFile(io.BytesIO(data))
         members, n_members = zipped.infolist(), int.from_bytes(data[-12:-10], "little")
@@ -114,28 +124,84 @@ def load_policy(path: Path | str) -> tuple[dict, dict]:
         arrays = {x.filename.removesuffix(".npy"): np.load(io.BytesIO(zipped.read(x))) for x in members}
         about, networks = json.loads(str(arrays.pop("about"))), {}
         for name, x in arrays.items():
-            network, params, layer, tensor = name.split("/")
+            network, params, rest = name.split("/", 2)
+            layer, _, tensor = rest.rpartition("/")  # a layer within another one has a name such as Block_0/Conv_0
             networks.setdefault(network, {}).setdefault(params, {}).setdefault(layer, {})[tensor] = x
-        if not {"script", "args", "step"} <= about.keys() or not {"target", "actor"} & networks.keys():
+        kinds = about.get("layers", {})
+        for name, network in networks.items():
+            layers = {layer: dict(kind) for layer, kind in kinds.get(name, {}).items()}
+            network |= {"layers": layers, "world": about["script"].rpartition("_")[2]}
+        playing = networks["target" if "target" in networks else "actor"]
+        if not isinstance(about["args"], dict) or not isinstance(about["step"], int) or "params" not in playing:
             raise ValueError
-        return about, networks
     except Exception:  # there are a dozen kinds
         fail(f"{path} is damaged, or it is not the policy.npz of a run")
+    if "env_id" not in about["args"]:
+        fail(f"{path} does not say its env_id")
+    check_network(path, playing)
+    return about, networks
+
+
+def layer_names(layers: dict) -> list[str]:
+    """In the order of the network: Dense_2 comes before Dense_10, which JAX sorts as text."""
+    stems = {name: name.rstrip("0123456789") for name in layers}
+    order = list(stems.values())
+    return sorted(layers, key=lambda name: (order.index(stems[name]), int(name[len(stems[name]) :] or 0)))
+
+
+def check_network(path: Path, network: dict) -> None:
+    """Follows the sizes through the layers of a network: what is not known here, or does not fit, gets its own line."""
+    layers, params, world = network["layers"], network["params"], network["world"]
+    if world not in ("atari", "minatar", "mujoco"):
+        fail(f"{TOOL} does not know the world {world} of {path}")
+    if not layers:
+        fail(f"{path} does not say what its layers are: it is of an older version of the scripts")
+    for name in [*params, *layers]:
+        if layers.get(name, {}).get("kind") not in ("convolution", "dense"):
+            fail(f"{TOOL} does not know layer {name}")
+    n_pixels = {"atari": FRAME[0], "minatar": GRID, "mujoco": 0}[world]  # of a side of what comes into a layer
+    n_inputs = STACK if world == "atari" else None  # what comes into a layer; of a convolution its channels
+    names = layer_names(layers)
+    for name in names if world != "mujoco" else names[:-1]:
+        layer, tensors = layers[name], params.get(name, {})
+        if tensors.keys() != {"kernel", "bias"}:
+            fail(f"layer {name} of {path} has {', '.join(tensors) or 'no weights'}, not a kernel and a bias")
+        shape, fits = tensors["kernel"].shape, tensors["bias"].shape == tensors["kernel"].shape[-1:]
+        if layer["kind"] == "convolution":
+            size, stride, padding = shape[0], layer.get("stride"), layer.get("padding")
+            if padding not in ("SAME", "VALID") or not isinstance(stride, int) or stride < 1:
+                fail(f"{TOOL} does not know stride {stride} with padding {padding} of layer {name}")
+            fits &= len(shape) == 4 and size == shape[1] and n_inputs in (shape[2], None) and n_pixels >= size
+            n_pixels = count_outputs(n_pixels, size, stride, padding)
+        else:
+            n_inputs = n_pixels**2 * n_inputs if n_pixels and n_inputs else n_inputs
+            n_pixels = 0
+            fits &= len(shape) == 2 and n_inputs in (shape[0], None) and (world == "mujoco" or name != names[0])
+        if not fits or any(x.dtype.kind != "f" for x in tensors.values()):
+            fail(f"layer {name} of {path} has a kernel of shape {shape}, which does not fit here")
+        n_inputs = shape[-1]
 
 
 # ---- Forward pass: the batch is the last axis ------------------------------------------------------------------------
 class Layer(NamedTuple):
     kernel: np.ndarray  # (n_outputs, n_inputs), or SciPy's sparse array of that shape
     bias: np.ndarray  # (n_outputs, 1)
-    size: int  # of the kernel of a convolution, in pixels
-    stride: int  # 0 if it is no convolution
+    size: int = 0  # of the kernel of a convolution, in pixels
+    stride: int = 0  # 0 if it is no convolution
+    padding: str = ""  # SAME or VALID
+    channels_last: bool = False  # in what comes in: MinAtar's observations
+
+
+def count_outputs(n_pixels: int, size: int, stride: int, padding: str) -> int:
+    """Per side of the image that comes out of a convolution."""
+    return -(-n_pixels // stride) if padding == "SAME" else (n_pixels - size) // stride + 1
 
 
 def drop_idle_units(params: dict, names: list[str]) -> dict:
     """Without hidden units that have no weight to the next layer: nobody sees them. Pruning leaves many before a narrow
     output: with 6 actions, a unit whose weights are pruned at random to 95 % is idle with p = 0.95**6 = 0.74."""
     params = dict(params)
-    dense = [name for name in names if name.startswith("Dense")]
+    dense = [name for name in names if params[name]["kernel"].ndim == 2]
     for next_name, name in itertools.pairwise(dense[::-1]):  # from the output on, as idle units make others idle
         layer, next_layer = params[name], params[next_name]
         used = next_layer["kernel"].any(axis=1)
@@ -146,43 +212,49 @@ def drop_idle_units(params: dict, names: list[str]) -> dict:
 
 def make_layers(network: dict, sparse: bool = True) -> list[Layer]:
     """Each layer as a matrix, a sparse one where that is faster, or all as they were before they were pruned."""
-    params, layers = network["params"], []
-    names = [f"{kind}_{i}" for kind in ("Conv", "Dense") for i in range(len(params)) if f"{kind}_{i}" in params]
-    if "Conv_0" not in params:
+    params, layers, names = network["params"], [], layer_names(network["layers"])
+    if network["world"] == "mujoco":
         names.pop()  # an actor ends with two heads: the mean, and the logarithm of the standard deviation
     params = drop_idle_units(params, names) if sparse else params
     for name in names:
-        kernel, bias, size, stride = params[name]["kernel"], params[name]["bias"], 0, 0
-        if kernel.ndim == 4:  # (size, size, n_inputs, n_outputs), sorted into the order of `patches`
-            size, stride = len(kernel), STRIDES[len(kernel)]
-            blocks = kernel.reshape(size // stride, stride, size // stride, stride, -1, len(bias))
-            kernel = blocks.transpose(0, 2, 1, 3, 4, 5).reshape(-1, len(bias))
-            kernel = kernel / np.float32(255) if name == "Conv_0" else kernel  # pixels come as 0 to 255
+        kernel, bias = (params[name][x].astype(np.float32) for x in ("kernel", "bias"))
+        kind, n_outputs, convolution = network["layers"][name], len(bias), kernel.ndim == 4
+        geometry = (len(kernel), kind["stride"], kind["padding"]) if convolution else ()
+        if convolution:  # (size, size, n_inputs, n_outputs), filled up to whole blocks, in the order of `patches`
+            size, stride, _ = geometry
+            n_blocks = -(-size // stride)
+            kernel = np.pad(kernel, [(0, n_blocks * stride - size)] * 2 + [(0, 0)] * 2)
+            blocks = kernel.reshape(n_blocks, stride, n_blocks, stride, -1, n_outputs)
+            kernel = blocks.transpose(0, 2, 1, 3, 4, 5).reshape(-1, n_outputs)
+            if network["world"] == "atari" and not layers:
+                kernel = kernel / np.float32(255)  # pixels come as 0 to 255
         elif layers and layers[-1].stride:  # flax has the channels last in its input, here they are first
             n_channels = len(layers[-1].bias)
-            kernel = kernel.reshape(-1, n_channels, len(bias)).swapaxes(0, 1).reshape(-1, len(bias))
-        if sparse and (stride or kernel.size >= SPARSE_SIZE) and np.mean(kernel == 0) >= SPARSE_FROM:
+            kernel = kernel.reshape(-1, n_channels, n_outputs).swapaxes(0, 1).reshape(-1, n_outputs)
+        if sparse and (convolution or kernel.size >= SPARSE_SIZE) and np.mean(kernel == 0) >= SPARSE_FROM:
             import scipy.sparse  # takes 0.1 s, so only if it is needed
 
             kernel = scipy.sparse.csr_array(kernel).T  # in CSC, the fastest for a matrix times a vector
         else:
             kernel = np.ascontiguousarray(kernel.T)
-        layers.append(Layer(kernel, bias[:, None], size, stride))
+        channels_last = network["world"] == "minatar" and not layers
+        layers.append(Layer(kernel, bias[:, None], *geometry, channels_last=channels_last))
     return layers
 
 
-def patches(x: np.ndarray, size: int, stride: int) -> np.ndarray:
+def patches(x: np.ndarray, layer: Layer, n_outputs: int) -> np.ndarray:
     """What the kernel of a convolution is multiplied with, from an image (n_channels, n_pixels, n_pixels, batch).
 
     The image is padded and cut into blocks of stride x stride pixels, which become channels. Each row of the result is
     then one piece of the image, copied at once. The price: for each row of outputs it has n_blocks - 1 too many.
     """
-    n_channels, n_pixels, _, batch = x.shape
-    n_outputs, n_blocks = -(-n_pixels // stride), size // stride
+    (n_channels, n_pixels, _, batch), size, stride = x.shape, layer.size, layer.stride
+    n_blocks = -(-size // stride)
     width = n_outputs + n_blocks - 1  # of the padded image in blocks; its height is one more, for the columns too many
-    start = (width * stride - n_pixels) // 2  # SAME padding
+    missing = max((n_outputs - 1) * stride + size - n_pixels, 0)  # 0 if the padding is VALID
+    start, end = missing // 2, min(missing // 2 + n_pixels, width * stride)
     padded = np.zeros((n_channels, (width + 1) * stride, width * stride, batch), np.float32)
-    padded[:, start : start + n_pixels, start : start + n_pixels] = x
+    padded[:, start:end, start:end] = x[:, : end - start, : end - start]
     blocks = padded.reshape(n_channels, width + 1, stride, width, stride, batch).transpose(2, 4, 0, 1, 3, 5)
     rows = blocks.reshape(stride * stride * n_channels, -1)
     starts = [(i * width + j) * batch for i in range(n_blocks) for j in range(n_blocks)]
@@ -192,19 +264,24 @@ def patches(x: np.ndarray, size: int, stride: int) -> np.ndarray:
 def forward(layers: list[Layer], observations: np.ndarray) -> np.ndarray:
     """Of all kinds of networks."""
     batch, x = len(observations), np.moveaxis(observations, 0, -1)
-    for i, (kernel, bias, size, stride) in enumerate(layers):
-        n_outputs = -(-x.shape[1] // stride) if stride else 0  # per side of the image
-        x = kernel @ (patches(x, size, stride) if stride else x.reshape(-1, batch).astype(np.float32, copy=False))
-        x += bias
+    for i, layer in enumerate(layers):
+        if layer.stride:
+            x = np.moveaxis(x, 2, 0) if layer.channels_last else x
+            n_outputs = count_outputs(x.shape[1], layer.size, layer.stride, layer.padding)
+            x = layer.kernel @ patches(x, layer, n_outputs)
+        else:
+            x = layer.kernel @ x.reshape(-1, batch).astype(np.float32, copy=False)
+        x += layer.bias
         if i < len(layers) - 1:
             np.maximum(x, 0, out=x)
-        if stride:
+        if layer.stride:
             x = x.reshape(len(x), n_outputs, -1, batch)[:, :, :n_outputs]
     return x.T  # (batch, n_outputs)
 
 
 def q_values(network: dict | list[Layer], observations: np.ndarray) -> np.ndarray:
-    """(batch, STACK, 84, 84) uint8 to (batch, n_actions). For many calls give it `make_layers(network)`, made once."""
+    """Observations of a batch as the environment gives them, to (batch, n_actions): (batch, STACK, 84, 84) on Atari,
+    (batch, 10, 10, n_channels) on MinAtar. For many calls give it `make_layers(network)`, made once."""
     return forward(network if isinstance(network, list) else make_layers(network), observations)
 
 
@@ -251,11 +328,45 @@ def make_mujoco_env(env_id: str, horizon: int | None, colour: bool = False) -> g
     return gymnasium.wrappers.RescaleAction(env, np.float32(-1), np.float32(1))  # plain floats draw a warning
 
 
-def make_env(args: Args, about: dict, colour: bool = False):
-    env_id, horizon = about["args"]["env_id"], args.horizon or about["args"].get("horizon")
+class GridGame:
+    """A game of MinAtar by the protocol of training, in a batch of one as Atari's."""
+
+    def __init__(self, env_id: str, horizon: int):
+        import minatar  # not above: it loads matplotlib and seaborn, which takes two seconds
+
+        name = re.sub("(?<=[a-z])(?=[A-Z])", "_", env_id).lower()  # SpaceInvaders is its space_invaders
+        self.game = minatar.Environment(name, sticky_action_prob=0.1, difficulty_ramping=True)
+        self.action_set, self.horizon = self.game.minimal_action_set(), horizon
+
+    def reset(self, seed: int) -> tuple[np.ndarray, dict]:
+        self.game.seed(seed)
+        self.game.reset()
+        self.game.last_action, self.n_steps = 0, 0  # the package leaves that of the episode before, which could stick
+        return self.game.state().astype(np.uint8)[None], {}
+
+    def step(self, actions: np.ndarray) -> tuple:
+        reward, terminal = self.game.act(self.action_set[actions[0]])
+        self.n_steps += 1
+        truncation = self.n_steps >= self.horizon and not terminal
+        return self.game.state().astype(np.uint8)[None], np.array([reward]), [terminal], [truncation], {}
+
+    def render(self) -> np.ndarray:
+        """Cells as squares of 20 pixels. Where channels meet the first one shows, in most games the player."""
+        state = self.game.state()
+        channels = np.where(state.any(axis=2), 1 + state.argmax(axis=2), 0)
+        return np.frombuffer(COLOURS, np.uint8).reshape(-1, 3)[np.kron(channels, np.ones((20, 20), int))]
+
+
+def make_env(args: Args, about: dict, network: dict, colour: bool = False):
+    env_id, world = about["args"]["env_id"], network["world"]
+    horizon = args.horizon or about["args"].get("horizon")
+    if not horizon and world != "mujoco":
+        fail(f"{args.path} does not say its horizon: give --horizon")
     try:
-        if "actor_features" not in about["args"]:
+        if world == "atari":
             return make_atari_env(env_id, horizon, colour)
+        if world == "minatar":
+            return GridGame(env_id, horizon)
         env = make_mujoco_env(env_id, horizon, colour)
         if colour:
             env.reset()
@@ -264,6 +375,21 @@ def make_env(args: Args, about: dict, colour: bool = False):
     except Exception as error:  # a game or a package is not installed, or one of many drivers cannot draw
         reason = str(error).partition("\n")[0] or type(error).__name__
         fail(f"{env_id} cannot be {'filmed' if colour else 'played'} here: {reason}")
+
+
+def check_fit(path: Path, env, network: dict) -> None:
+    """The network has the inputs (on Atari frames, on MinAtar channels) and outputs of its environment."""
+    params, names, world = network["params"], layer_names(network["layers"]), network["world"]
+    output = params[names[-2 if world == "mujoco" else -1]]
+    found = params[names[0]]["kernel"].shape[-2], len(output["bias"])
+    if world == "atari":
+        expected = STACK, env.single_action_space.n
+    elif world == "minatar":
+        expected = env.game.n_channels, len(env.action_set)
+    else:
+        expected = *env.observation_space.shape, *env.action_space.shape
+    if found != expected:
+        fail("{} has {} inputs and {} outputs, its environment {} and {}".format(path, *found, *expected))
 
 
 # ---- Recorder --------------------------------------------------------------------------------------------------------
@@ -310,7 +436,7 @@ class Recorder:
 # ---- Playing ---------------------------------------------------------------------------------------------------------
 def play_episode(args: Args, env, layers: list[Layer], rng: np.random.Generator, seed: int, recorder: Recorder | None):
     """Its rewards, its actions, and the first N_TIMED inputs of the network."""
-    observations, _ = env.reset(seed=seed)  # (1, STACK, 84, 84) on Atari, (n_observations,) on MuJoCo
+    observations, _ = env.reset(seed=seed)  # on MuJoCo (n_observations,), on the others a batch of one
     rewards, actions, inputs, done = [], [], [], False
     while not done:
         x = np.atleast_2d(observations)
@@ -345,8 +471,9 @@ def write_film(path: Path, env, seed: int, actions: list) -> None:
     import imageio.v3 as imageio
 
     frames, (observations, _) = [], env.reset(seed=seed)
+    atari = not isinstance(env, GridGame) and observations.ndim > 1
     for action in actions:  # the last one leads to the next episode
-        frames.append(observations[0, -1].copy() if observations.ndim > 1 else env.render())  # not the whole stack
+        frames.append(observations[0, -1].copy() if atari else env.render())  # not the whole stack
         observations = env.step(action)[0]
     duration = 70  # ms, almost as in the game: 15 steps a second
     if observations.ndim == 1:  # half of MuJoCo's steps and pixels, for a small file
@@ -357,7 +484,7 @@ def write_film(path: Path, env, seed: int, actions: list) -> None:
 # ---- Price list ------------------------------------------------------------------------------------------------------
 def count_weights(network: dict) -> tuple[int, int]:
     """Weights that are not zero, and all, of those that can be pruned: not the biases."""
-    kernels = [layer["kernel"] for layer in network["params"].values()]
+    kernels = [x for layer in network["params"].values() for x in layer.values() if x.ndim > 1]
     return sum(np.count_nonzero(x) for x in kernels), sum(x.size for x in kernels)
 
 
@@ -373,57 +500,39 @@ def time_actions(sparse: list[Layer], dense: list[Layer], inputs: list) -> np.nd
     return np.median(np.reshape(times, (-1, 2)), axis=0)
 
 
-def print_prices(path: Path, name: str, network: dict, layers: list[Layer], inputs: list) -> None:
-    """What the sparsity has bought: of the network that plays, in the file and as if it were dense."""
-    n_bytes = sum(x.compress_size for x in zipfile.ZipFile(path).infolist() if x.filename.startswith(f"{name}/"))
-    n_dense_bytes = sum(x.nbytes for layer in network["params"].values() for x in layer.values())
+def compressed_bytes(params: dict) -> int:
+    """Of a network in policy.npz, without the names of its tensors."""
+    file = io.BytesIO()
+    np.savez_compressed(file, *[x for layer in params.values() for x in layer.values()])
+    return sum(member.compress_size for member in zipfile.ZipFile(file).infolist())
+
+
+def fill_zeros(params: dict) -> dict:
+    """What a dense network of the same shapes would be to zip: normal draws, as large as the kept weights, for zeros.
+
+    Zip takes 7 % off any dense weights, by their exponents, so raw bytes would credit that to the sparsity. Copies of
+    kept weights would be no better: zip finds what is there twice.
+    """
+    rng, filled = np.random.default_rng(0), {}
+    for name, layer in params.items():
+        kernel = layer["kernel"]
+        scale = np.sqrt(np.mean(kernel[kernel != 0] ** 2)) if kernel.any() else 1
+        draws = rng.normal(0, scale, kernel.shape).astype(kernel.dtype)
+        filled[name] = layer | {"kernel": np.where(kernel == 0, draws, kernel)}
+    return filled
+
+
+def print_prices(name: str, network: dict, layers: list[Layer], inputs: list) -> None:
+    """What the sparsity has bought: of the network that plays, as it is and as if it were dense."""
     n_sparse, dense = sum(not isinstance(layer.kernel, np.ndarray) for layer in layers), make_layers(network, False)
     n_idle = sum(len(x.bias) for x in dense) - sum(len(x.bias) for x in layers)
+    sizes = [compressed_bytes(params) for params in (network["params"], fill_zeros(network["params"]))]
     times = time_actions(layers, dense, inputs)
     print(f"{'The ' + name:20}{'as it is':>14}{'dense':>14}")
-    print(f"{'Bytes in the file':20}{n_bytes:14,}{n_dense_bytes:14,}")
+    print("{:20}{:14,}{:14,}".format("Bytes in the file", *sizes))
     print("{:20}{:14,}{:14,}".format("Non-zero weights", *count_weights(network)))
     print("{:20}{:14.3f}{:14.3f}".format("ms per action", *times))
     print(f"Sparse products in {n_sparse} of {len(layers)} layers, {n_idle:,} idle hidden units left out")
-
-
-# ---- ONNX ------------------------------------------------------------------------------------------------------------
-def write_onnx(path: Path, network: dict) -> None:
-    """Observations as the environment gives them; out come `q_values`, or on MuJoCo `actions` from -1 to 1."""
-    import onnx.checker
-    from onnx import TensorProto, helper, numpy_helper
-
-    layers, nodes, tensors = make_layers(network, sparse=False), [], []
-
-    def add(operator: str, *weights: str, **options) -> None:
-        inputs = [nodes[-1].output[0] if nodes else "observations", *weights]
-        nodes.append(helper.make_node(operator, inputs, [f"x_{len(nodes)}"], **options))
-
-    atari = layers[0].stride > 0
-    add("Cast", to=TensorProto.FLOAT)
-    for i, (kernel, bias, size, stride) in enumerate(layers):
-        weights = f"kernel_{i}", f"bias_{i}"
-        if stride:
-            blocks = kernel.reshape(len(bias), size // stride, size // stride, stride, stride, -1)
-            kernel = blocks.transpose(0, 5, 1, 3, 2, 4).reshape(len(bias), -1, size, size)
-            add("Conv", *weights, strides=[stride, stride], auto_pad="SAME_UPPER")
-        else:
-            add("Flatten")
-            add("Gemm", *weights, transB=1)
-        tensors += [numpy_helper.from_array(x, name) for x, name in zip((kernel, bias[:, 0]), weights)]
-        if i < len(layers) - 1:
-            add("Relu")
-    if not atari:
-        add("Tanh")
-    nodes[-1].output[0] = "q_values" if atari else "actions"
-    shape = (STACK, *FRAME) if atari else layers[0].kernel.shape[1:]
-    kind = TensorProto.UINT8 if atari else TensorProto.FLOAT
-    inputs = helper.make_tensor_value_info("observations", kind, ("batch", *shape))
-    outputs = helper.make_tensor_value_info(nodes[-1].output[0], TensorProto.FLOAT, ("batch", len(layers[-1].bias)))
-    graph = helper.make_graph(nodes, "policy", [inputs], [outputs], tensors)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)  # of 2022
-    onnx.checker.check_model(model)
-    write_whole(path, lambda file: file.write(model.SerializeToString()))
 
 
 # ---- Main ------------------------------------------------------------------------------------------------------------
@@ -432,12 +541,14 @@ def play_policy(args: Args) -> None:
     about, networks = load_policy(args.path)
     name = "target" if "target" in networks else "actor"
     network, layers = networks[name], make_layers(networks[name])
-    if name == "actor" and (args.record_dir or args.epsilon != Args.epsilon):
-        fail("--record-dir and --epsilon are for Atari")
-    env, film_env = make_env(args, about), make_env(args, about, colour=True) if args.video else None
+    if args.record_dir and network["world"] != "atari":
+        fail("--record-dir is for Atari alone: its files hold frames of 84 x 84")
+    if args.epsilon != Args.epsilon and network["world"] == "mujoco":
+        fail("--epsilon is for Atari and MinAtar")
+    env = make_env(args, about, network)
+    check_fit(args.path, env, network)
+    film_env = make_env(args, about, network, colour=True) if args.video else None
     recorder = Recorder(args.record_dir, args.record_rows) if args.record_dir else None
-    if args.onnx:
-        write_onnx(args.onnx, network)
     counts = {key: count_weights(x) for key, x in networks.items()}
     sparsities = ", ".join(f"{key} {1 - n_kept / n_weights:.3f}" for key, (n_kept, n_weights) in counts.items())
     print(f"{about['args']['env_id']}, {about['script']}.py after {about['step']:,} steps, sparsity of {sparsities}")
@@ -457,10 +568,10 @@ def play_policy(args: Args) -> None:
     print(f"Return {mean:.1f} +- {std:.1f}, mean and standard deviation of {len(returns)} episodes")
     print("Each:", *np.round(returns, 1))
     if recorder:
-        print(f"Recorded in {args.record_dir}, next number {recorder.n_files}")
+        print(f"Recorded in {shlex.quote(str(args.record_dir))}, next number {recorder.n_files}")
     if film_env:
         write_film(args.video, film_env, *first)
-    print_prices(args.path, name, network, layers, inputs)
+    print_prices(name, network, layers, inputs)
 
 
 def main(args: Args) -> None:
@@ -473,4 +584,6 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    given = tyro.cli(Args, description=__doc__)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on `main` has the last word
+    main(given)

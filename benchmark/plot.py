@@ -7,12 +7,14 @@ python benchmark/plot.py --only small_regimes  # one of them, named as the study
 
 import csv
 import dataclasses
+import itertools
 import json
 import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import matplotlib
 import numpy as np
@@ -26,28 +28,43 @@ import matplotlib.pyplot as plt
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
 RETURNS = "eval/episodic_return", "charts/episodic_return"  # the second where a script does not evaluate
+AXES = {"sparsity/target": "sparsity", "losses/cumulated": "loss of a target period"}  # what stands beside a curve
+AXES |= {RETURNS[0]: "return", RETURNS[1]: "return in training"}
 N_POINTS = 50  # of a curve in a CSV file, unless it is one of evaluations
 N_RESAMPLES = 2_000  # of a bootstrap interval
+SEEN_TOURNAMENTS = [(variant, "Breakout", "1") for variant in ("eaude", "eaude_global", "eaude_uniform")]
+TOURNAMENTS = "tournament/pruned", "tournament/loss"  # a value for each copy, at the step at which it was compared
 COLUMNS = "study", "variant", "env", "seed", "tag", "step", "value"
-# Colours of Okabe and Ito, which colour-blind people can tell apart; each algorithm has its own line and marker, too.
+# One colour for each algorithm in all figures: those of Okabe and Ito, which colour-blind people can tell apart. Line
+# and marker are its own, too. Variants of an algorithm are lighter or darker, or have another line.
 DENSE, EAUDE = ("#000000", ":", "o"), ("#D55E00", "-", "D")
 POLYPRUNE, ORACLE = ("#0072B2", "--", "s"), ("#009E73", "-.", "^")
-# Random and human scores, from Wang et al., "Dueling Network Architectures for Deep Reinforcement Learning", 2016.
+LIGHT_EAUDE, DARK_EAUDE = "#F2A66B", "#7F3800"
+LIGHT_POLYPRUNE, DARK_POLYPRUNE = "#7FB8DC", "#00395A"
+ALGORITHMS = {
+    "dense": (DENSE, "dense {}"),
+    "eaude": (EAUDE, "EauDe{}"),
+    "polyprune": (POLYPRUNE, "PolyPrune{}, 0.95"),
+    "oracle": (ORACLE, "PolyPrune{}, oracle"),
+}
+# Random and human scores of the authors' ten games and of KungFuMaster: Wang et al., "Dueling Network Architectures for
+# Deep Reinforcement Learning", 2016, no-op starts. Later tables have 0 for random play of VideoPinball.
 SCORES = {
-    "Asterix": (210.0, 8503.3),
-    "BankHeist": (14.2, 753.1),
+    "Assault": (222.4, 742.0),
     "BeamRider": (363.9, 16926.5),
-    "Breakout": (1.7, 30.5),
+    "Boxing": (0.1, 12.1),
     "CrazyClimber": (10780.5, 35829.4),
-    "DemonAttack": (152.1, 1971.0),
+    "Enduro": (0.0, 860.5),
     "KungFuMaster": (258.5, 22736.3),
     "MsPacman": (307.3, 6951.6),
     "Pong": (-20.7, 14.6),
     "Qbert": (163.9, 13455.0),
     "SpaceInvaders": (148.0, 1668.7),
+    "VideoPinball": (16256.9, 17667.9),
 }
 Curves = dict[str, tuple[np.ndarray, np.ndarray]]  # {tag: (steps, values)} of one run
 Study = dict[tuple[str, str], list[Curves]]  # {(variant, env): a run for each seed}
+Lines = dict[str, tuple[tuple[str, ...], str]]  # {variant: (style, label)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,13 +73,18 @@ class Args:
     only: str | None = None  # name of the figure to draw, in place of all
 
 
+def fail(message: str) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
 # ---- From runs to CSV files ------------------------------------------------------------------------------------------
 def read_events(folder: Path) -> Curves:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events, curves = EventAccumulator(str(folder), size_guidance={"tensors": 0}).Reload(), {}
-    for tag in events.Tags()["tensors"]:
-        points = [(event.step, event.tensor_proto.float_val[0]) for event in events.Tensors(tag)]
+    events, curves = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload(), {}
+    for tag in events.Tags()["scalars"]:
+        points = [(event.step, event.value) for event in events.Scalars(tag)]
         curves[tag] = np.array([step for step, _ in points]), np.array([value for _, value in points])
     return curves
 
@@ -76,7 +98,28 @@ def thin(steps: np.ndarray, values: np.ndarray, total: int, mean: bool) -> tuple
     return np.unique(parts) * total // N_POINTS, np.array([values[i].mean() if mean else values[i[-1]] for i in ends])
 
 
-def needed(curves: Curves, study: str) -> Curves:
+def population(run: Curves) -> tuple[np.ndarray, ...]:
+    """Steps of the target updates, and there sparsities, cumulated losses and parents: (updates, networks)."""
+    n_networks = sum(tag.startswith("sparsity/network_") for tag in run)
+    names = "sparsity/network", "losses/cumulated", "population/parent"
+    values = [np.array([run[f"{name}_{k}"][1] for k in range(n_networks)]).T for name in names]
+    return run["sparsity/network_0"][0], *values
+
+
+def tournaments(run: Curves) -> Curves:
+    """Of each copy the share of its parent's weights that it lost, and at the next target update its cumulated loss
+    relative to that of its parent, which stays in its own slot: -0.01 is lower by 1 %."""
+    steps, sparsities, losses, parents = population(run)
+    copies, parents = [], parents.astype(int)
+    for i, k in np.argwhere(parents[:-1] != np.arange(parents.shape[1])):
+        parent = parents[i, k]
+        pruned = (sparsities[i + 1, k] - sparsities[i, parent]) / (1 - sparsities[i, parent])
+        copies.append((steps[i + 1], pruned, losses[i + 1, k] / losses[i + 1, parent] - 1))
+    compared, *values = np.reshape(copies, (-1, 3)).T
+    return {tag: (compared.astype(int), x) for tag, x in zip(TOURNAMENTS, values)}
+
+
+def needed(curves: Curves, study: str, run: tuple[str, ...]) -> Curves:
     """The curves of a run that figures are made of."""
     if study == "population":
         names = r"(sparsity/network|losses/cumulated|population/parent)_\d+"
@@ -84,15 +127,20 @@ def needed(curves: Curves, study: str) -> Curves:
     losses = [points for tag, points in curves.items() if re.fullmatch(r"losses/cumulated_\d+", tag)]
     if losses:  # of a population that of the network that becomes the target, the lowest
         curves["losses/cumulated"] = losses[0][0], np.min([values for _, values in losses], axis=0)
-    tags = next(tag for tag in RETURNS if tag in curves), "sparsity/target", "losses/cumulated"
+    tags = [next(tag for tag in RETURNS if tag in curves), "sparsity/target", "losses/cumulated"]
+    if study.startswith("minatar"):
+        tags.remove("losses/cumulated")
+    if run in SEEN_TOURNAMENTS:
+        curves |= tournaments(curves)
+        tags += TOURNAMENTS
     return {tag: curves[tag] for tag in tags if tag in curves}
 
 
 def rows_of(path: Path, study: str, run: tuple[str, ...]) -> list[tuple]:
     """Of the CSV file, for the run in the folder `path`."""
     rows, total = [], json.loads((path / "args.json").read_text())["total_timesteps"]
-    for tag, points in needed(read_events(path), study).items():
-        if tag != RETURNS[0]:
+    for tag, points in needed(read_events(path), study, run).items():
+        if tag not in (RETURNS[0], *TOURNAMENTS):
             points = thin(*points, total, mean=not tag.startswith("sparsity"))
         rows += [(study, *run, tag, step, f"{value:.5g}") for step, value in zip(*points)]
     return rows
@@ -100,14 +148,16 @@ def rows_of(path: Path, study: str, run: tuple[str, ...]) -> list[tuple]:
 
 def collect(folder: Path) -> str:
     """The finished runs of a sweep go into the file of the study. Runs in it that are not in the folder stay."""
+    from sweep import is_done
+
     study = folder.resolve().name
     file, found, others = RESULTS / f"{study}.csv", {}, defaultdict(list)  # {(variant, env, seed): rows}
     for path in folder.glob("*/*/policy.npz"):
         env, _, variant, seed = path.parent.parent.name.split("__")
-        if "\nFinished after " in (path.parent.parent / "log").read_text():
+        if is_done(path.parent.parent):
             found[variant, env, seed] = rows_of(path.parent, study, (variant, env, seed))
     if not found:
-        sys.exit(f"error: there is no finished run of a sweep in {folder}")
+        fail(f"there is no finished run of a sweep in {folder}")
     for row in list(csv.reader(file.read_text().splitlines()))[1:] if file.exists() else []:
         if tuple(row[1:4]) not in found:
             others[tuple(row[1:4])].append(row)
@@ -119,9 +169,9 @@ def collect(folder: Path) -> str:
 
 
 def load_study(*names: str, seeds: Sequence[int] = range(1_000)) -> Study:
-    """Of one or more CSV files, as if they were one."""
+    """Of one or more CSV files, as if they were one. All but the first may be missing."""
     points, runs = defaultdict(list), defaultdict(dict)
-    for name in names:
+    for name in [x for x in names if x == names[0] or (RESULTS / f"{x}.csv").exists()]:
         with open(RESULTS / f"{name}.csv", newline="") as file:
             for row in csv.DictReader(file):
                 key = row["variant"], row["env"], int(row["seed"]), row["tag"]
@@ -174,11 +224,11 @@ def complete(study: Study) -> Study:
     return result
 
 
-def normalise(study: Study) -> Study:
-    """Returns are 0 for random play and 1 for a human on Atari, in other tasks 1 for the dense network at the end."""
+def normalise(study: Study, scores: dict[str, tuple[float, float]] | None = None) -> Study:
+    """Returns are 1 for the dense network at the end; with `scores` of Atari 0 for random play and 1 for a human."""
     result = {}
     for (variant, env), runs in study.items():
-        low, high = SCORES[env] if env in SCORES else (0.0, final(study["dense", env])[1].mean())
+        low, high = scores[env] if scores else (0.0, final(study["dense", env])[1].mean())
         result[variant, env] = [dict(run) for run in runs]
         for run in result[variant, env]:
             for tag in set(RETURNS) & set(run):
@@ -191,7 +241,7 @@ def chance_sparsity(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Steps, and the target's sparsity if losses were random numbers: where EauDe's rule leads without a selection."""
     sys.path.insert(0, str(ROOT))
-    from eaudedqn_atari import Args, next_sparsity, select_population
+    from eaudedqn_minatar import Args, next_sparsity, select_population
 
     rng, args, steps = np.random.default_rng(0), Args(), np.arange(first, total + 1, period)
     curves = np.zeros((10, len(steps)))  # of so many runs
@@ -233,6 +283,7 @@ def new_figure(n_rows: int, n_columns: int, width: float, height: float):
     for panel in axes.ravel():
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(alpha=0.3)
+        panel.set_axisbelow(True)
     return figure, axes
 
 
@@ -288,125 +339,282 @@ def draw_point(panel, x: list[np.ndarray], y: list[np.ndarray], statistic: Calla
     panel.errorbar(points[0][0], points[1][0], y_error, x_error, capsize=2, **options)
 
 
-# ---- Figures ---------------------------------------------------------------------------------------------------------
+def draw_tasks(study: Study, lines: Lines, tags: Sequence[str], n_more: int = 0):
+    """A row for each curve, a column for each task, and `n_more` columns. Rows of a single task stand side by side."""
+    envs = sorted({env for _, env in study})
+    n_columns = len(envs) + n_more
+    shape = (len(tags), n_columns) if n_columns > 1 else (1, len(tags))
+    figure, axes = new_figure(*shape, min(11, 2 + 3.5 * shape[1]), 0.6 + 2.8 * shape[0])
+    grid = axes.reshape(len(tags), n_columns)
+    for (column, env), (variant, (style, label)) in itertools.product(enumerate(envs), lines.items()):
+        for row, tag in enumerate(tags):
+            if (variant, env) in study:
+                draw_curves(grid[row, column], study[variant, env], tag, style, label)
+            set_labels(grid[row, column], "steps", AXES[tag] if column == 0 else "", env if row == 0 else "")
+    return figure, grid
+
+
+def draw_legend(figure, n_columns: int) -> None:
+    """Of all panels, each label once."""
+    handles = {}
+    for panel in figure.axes:
+        handles |= {label: handle for handle, label in zip(*panel.get_legend_handles_labels()) if label not in handles}
+    figure.legend(handles.values(), handles, loc="outside upper center", ncols=n_columns)
+
+
+def draw_front(panel, study: Study, env: str, families: dict) -> None:
+    """Final sparsities and returns, a line for each family: {name: (style, variants)}."""
+    for name, (style, variants) in families.items():
+        points = [final(study[variant, env]) for variant in variants if (variant, env) in study]
+        means = [(sparsities.mean(), returns.mean()) for sparsities, returns in points]
+        panel.plot(*np.transpose(means), color=style[0], linestyle=style[1], marker=style[2], markersize=4, label=name)
+        for sparsities, returns in points:
+            draw_point(panel, [sparsities], [returns], np.mean, color=style[0])
+    set_labels(panel, "final sparsity", "final return", env)
+
+
+# ---- Figures: MinAtar ------------------------------------------------------------------------------------------------
+def named(base: str, variants: Lines = ALGORITHMS) -> Lines:
+    return {variant: (style, label.format(base)) for variant, (style, label) in variants.items()}
+
+
+def print_iqms(study: Study, lines: Lines, base: str) -> None:
+    """Of normalised returns."""
+    print(f"| algorithm | IQM of final returns / dense {base}'s |", "|---|---|", sep="\n")
+    for variant, (_, label) in lines.items():
+        returns = [final(runs)[1] for (other, _), runs in study.items() if other == variant]
+        if returns:
+            print(f"| {label} | {with_interval(returns, iqm, 2)} |")
+    print()
+
+
+def draw_minatar(name: str, title: str):
+    """Returns, a panel for each game, and their IQM in units of dense DQN's final mean."""
+    study = load_study(name)
+    print_table(title, study)
+    envs, lines = sorted({env for _, env in study}), named("DQN")
+    study = {key: runs for key, runs in study.items() if all((key[0], env) in study for env in envs)}
+    normalised = normalise(study)
+    print_iqms(normalised, lines, "DQN")
+    n_columns = min(3, len(envs) + 1)
+    figure, axes = new_figure(-(-(len(envs) + 1) // n_columns), n_columns, 9, 5.4)
+    for variant, (style, label) in lines.items():
+        for panel, env in zip(axes.ravel(), envs):
+            if (variant, env) in study:
+                draw_curves(panel, study[variant, env], RETURNS[1], style, label)
+        if (variant, envs[0]) in study:
+            draw_iqm(axes.ravel()[len(envs)], [normalised[variant, env] for env in envs], RETURNS[1], style)
+    for panel, env in zip(axes.ravel(), [*envs, "IQM / dense DQN's end"]):
+        set_labels(panel, "steps", "return in training" if panel in axes[:, 0] else "", env)
+    for panel in axes.ravel()[len(envs) + 1 :]:
+        panel.remove()
+    draw_legend(figure, 4)
+    return figure
+
+
+def draw_minatar_sparsity():
+    """Sparsities on the way, the IQM over games, and at the end in each game, for each size of the hidden layer."""
+    sizes = {"minatar_small": 32, "minatar": 128, "minatar_large": 512}
+    studies = {name: load_study(name) for name in sizes if name == "minatar" or (RESULTS / f"{name}.csv").exists()}
+    envs = sorted({env for study in studies.values() for _, env in study})
+    figure, ((left, right),) = new_figure(1, 2, 9, 3.8)
+    rows = []
+    for i, (name, study) in enumerate(studies.items()):
+        style, label = SIZES[sizes[name]], f"EauDeDQN, {sizes[name]} hidden units"
+        tasks = {env: study["eaude", env] for env in envs if ("eaude", env) in study}
+        draw_iqm(left, list(tasks.values()), "sparsity/target", style, label)
+        for env, runs in tasks.items():
+            sparsities = [final(runs)[0]]
+            place = [np.full(len(runs), envs.index(env) + 0.2 * (i - 1))]
+            draw_point(right, place, sparsities, np.mean, color=style[0], marker=style[2], linestyle="")
+            rows.append(f"| {env} | {sizes[name]} | {len(runs)} | {with_interval(sparsities, np.mean, 3)} |")
+    polyprune = [runs for (variant, _), runs in studies["minatar"].items() if variant == "polyprune"]
+    draw_iqm(left, polyprune, "sparsity/target", POLYPRUNE, "PolyPruneDQN")
+    print("\nMinAtar, final sparsities of EauDeDQN\n")
+    print("| game | hidden units | seeds | final sparsity |", "|---|---|---|---|", *sorted(rows), "", sep="\n")
+    draw_chance([left], *MINATAR, max_speed=0.04)
+    set_labels(left, "steps", "sparsity (IQM of the games)")
+    set_labels(right, "", "final sparsity")
+    right.xaxis.set_major_locator(matplotlib.ticker.FixedLocator(range(len(envs))))
+    right.xaxis.set_major_formatter(
+        matplotlib.ticker.FixedFormatter([re.sub("(?<=[a-z])(?=[A-Z])", "\n", env) for env in envs])
+    )
+    draw_legend(figure, 3)
+    return figure
+
+
+def draw_variants(title: str, names: Sequence[str], lines: Lines, base: str = "DQN", seeds: Sequence[int] = range(100)):
+    """Returns and sparsities of some variants of several studies, in the tasks of the last one."""
+    envs, study = {env for _, env in load_study(names[-1])}, load_study(*names, seeds=seeds)
+    study = {(variant, env): study[variant, env] for variant in lines for env in envs if (variant, env) in study}
+    print_table(title, study)
+    returns = next(tag for tag in RETURNS if tag in next(iter(study.values()))[0])
+    figure, _ = draw_tasks(study, named(base, lines), (returns, "sparsity/target"))
+    draw_legend(figure, 3)
+    return figure
+
+
+def draw_minatar_regimes():
+    study = load_study("minatar", "minatar_regimes", seeds=(1, 2, 3))  # those that both have
+    envs = sorted({env for variant, env in study if variant == "eaude_10"})
+    families = {
+        "EauDeDQN, with $U_{max}$": (EAUDE, ["eaude", "eaude_10", "eaude_30"]),
+        "PolyPruneDQN": (
+            POLYPRUNE,
+            ["dense", "polyprune_50", "polyprune_80", "polyprune_90", "polyprune", "polyprune_99"],
+        ),
+    }
+    variants = [variant for _, family in families.values() for variant in family]
+    print_table("Regimes, MinAtar", {key: runs for key, runs in study.items() if key[0] in variants and key[1] in envs})
+    figure, (panels,) = new_figure(1, len(envs), 9, 3.8)
+    for panel, env in zip(panels, envs):
+        draw_front(panel, study, env, families)
+        for variant, noise in (("eaude", 3), ("eaude_10", 10), ("eaude_30", 30)):
+            if (variant, env) in study:
+                point = [x.mean() for x in final(study[variant, env])]
+                panel.annotate(noise, point, (-9, -13), textcoords="offset points", ha="center", color=EAUDE[0])
+    draw_legend(figure, 2)
+    return figure
+
+
+def draw_minatar_ladder():
+    """A bar for each rung: final returns, and the sparsities beside them."""
+    study = load_study("minatar", "minatar_ladder", "minatar_ladder_adam")
+    envs = sorted({env for variant, env in study if variant == "selection"})
+    study = {(rung, env): study[rung, env] for rung in RUNGS for env in envs if (rung, env) in study}
+    print_table("Ladder, MinAtar", study)
+    figure, (panels,) = new_figure(1, len(envs), 9, 3.6)
+    for panel, env in zip(panels, envs):
+        for i, (rung, (colour, _)) in enumerate(RUNGS.items()):
+            if (rung, env) in study:
+                sparsities, returns = final(study[rung, env])
+                low, high = bootstrap_interval([returns], np.mean)
+                panel.barh(i, returns.mean(), color=colour)
+                panel.errorbar(
+                    returns.mean(), i, xerr=[[returns.mean() - low], [high - returns.mean()]], color="#888888"
+                )
+                text = f" sparsity {sparsities.mean():.2f}" if sparsities.mean() else ""
+                panel.text(high, i, text, va="center", fontsize="small")
+        panel.set(
+            xlabel="final return", title=env, yticks=range(len(RUNGS)), yticklabels=[x for _, x in RUNGS.values()]
+        )
+        panel.margins(x=0.35)
+        panel.invert_yaxis()
+        panel.label_outer()
+    return figure
+
+
+def draw_minatar_tournaments():
+    """Copies of Breakout, seed 1: how their loss compares with their parent's, over what they lost."""
+    study = load_study("minatar", "minatar_distributions", seeds=(1,))
+    variants = {"eaude": "erk", "eaude_global": "global", "eaude_uniform": "uniform"}
+    runs = {name: study[variant, "Breakout"][0] for variant, name in variants.items() if (variant, "Breakout") in study}
+    figure, (panels,) = new_figure(1, len(runs), 9, 3.8)
+    print(
+        "\n| distribution | steps | pruned | copies | win | loss relative to the parent's, median |",
+        "|---|---|---|---|---|---|",
+        sep="\n",
+    )
+    edges = np.array([0, 0.0025, 0.005, 0.01, 0.02, 0.04 + 1e-9])  # as far as S_max lets a pruning go
+    for panel, (name, run) in zip(panels, runs.items()):
+        (steps, pruned), (_, losses) = [run[tag] for tag in TOURNAMENTS]
+        is_late = steps > 0.4 * steps[-1]
+        for late, colour, period in (
+            (False, LIGHT_EAUDE, "first 40 % of the run"),
+            (True, DARK_EAUDE, "rest of the run"),
+        ):
+            chosen = is_late == late
+            panel.plot(100 * pruned[chosen], 100 * losses[chosen], ".", color=colour, markersize=3, alpha=0.4)
+            medians = []
+            for low, high in itertools.pairwise(edges):
+                part = losses[chosen & (pruned >= low) & (pruned < high)]
+                if len(part):
+                    medians.append((50 * (low + high), 100 * np.median(part)))
+                    won = f"{(part < 0).mean():.2f} | {100 * np.median(part):+.2f} %"
+                    print(f"| {name} | {period} | {100 * low:g} to {100 * high:g} % | {len(part)} | {won} |")
+            panel.plot(*np.transpose(medians), color=colour, marker="o", label=f"median, {period}")
+        panel.axhline(0, color="black", linewidth=0.8)
+        panel.set_ylim(-3, 6)
+        set_labels(
+            panel, "pruned, % of what was left", "loss relative to the parent's, %" if panel is panels[0] else "", name
+        )
+    print()
+    draw_legend(figure, 2)
+    return figure
+
+
+# ---- Figures: other worlds -------------------------------------------------------------------------------------------
 def draw_small_mujoco():
     study = load_study("small_mujoco")
     print_table("MuJoCo, 100,000 steps", study)
-    study = complete(study)
+    study, lines = complete(study), named("SAC")
     normalised, envs = normalise(study), sorted({env for _, env in study})
-    figure, axes = new_figure(2, len(envs) + 1, 11, 5.4)
-    rows = ["| algorithm | IQM of final returns / dense SAC's |", "|---|---|"]
-    for variant, (style, name) in ALGORITHMS.items():
-        label = name.format("SAC")
-        for column, env in enumerate(envs):
-            draw_curves(axes[0, column], study[variant, env], RETURNS[0], style, label if column == 0 else None)
-            draw_curves(axes[1, column], study[variant, env], "sparsity/target", style)
-            set_labels(axes[0, column], "", "return" if column == 0 else "", env)
-            set_labels(axes[1, column], "environment steps", "sparsity of the critics" if column == 0 else "")
-        tasks = [normalised[variant, env] for env in envs]
-        draw_iqm(axes[0, -1], tasks, RETURNS[0], style)
-        sparsities, returns = zip(*map(final, tasks))
-        beside = [x + 0.05 * (variant == "oracle") for x in sparsities]  # which has those of EauDeSAC
-        draw_point(axes[1, -1], beside, returns, iqm, color=style[0], marker=style[2], markerfacecolor="none")
-        rows.append(f"| {label} | {with_interval(returns, iqm, 2)} |")
-    set_labels(axes[0, -1], "", "", "IQM / dense SAC's end")
+    figure, axes = draw_tasks(study, lines, (RETURNS[0], "sparsity/target"), n_more=1)
+    for variant, (style, _) in lines.items():
+        tasks = [normalised[variant, env] for env in envs if (variant, env) in normalised]
+        if tasks:
+            draw_iqm(axes[0, -1], tasks, RETURNS[0], style)
+            sparsities, returns = zip(*map(final, tasks))
+            beside = [x + 0.05 * (variant == "oracle") for x in sparsities]  # which has those of EauDeSAC
+            draw_point(axes[1, -1], beside, returns, iqm, color=style[0], marker=style[2], markerfacecolor="none")
+    print_iqms(normalised, lines, "SAC")
+    set_labels(axes[0, -1], "steps", "", "IQM / dense SAC's end")
     set_labels(axes[1, -1], "final sparsity", "final return (IQM)")
-    print(*rows, "", sep="\n")
     draw_chance(axes[1, :-1], 100_000, 5_100, 100)
     for panel in axes[:, :-1].ravel():
         panel.set_xlim(0, 100_000)
-    figure.legend(loc="outside upper center", ncols=5)
+    draw_legend(figure, 5)
     return figure
 
 
 def draw_small_regimes():
     study = load_study("small_mujoco", "small_regimes", seeds=(1, 2))  # those that both have
-    study = {key[0]: runs for key, runs in study.items() if key[1] == "HalfCheetah" and key[0] != "oracle"}
-    print_table("Regimes, HalfCheetah, 100,000 steps", {(variant, "HalfCheetah"): study[variant] for variant in study})
+    study = {key: runs for key, runs in study.items() if key[1] == "HalfCheetah" and key[0] != "oracle"}
+    print_table("Regimes, HalfCheetah, 100,000 steps", study)
     figure, ((left, right),) = new_figure(1, 2, 9, 3.8)
     hand_made = ["dense", "polyprune_50", "polyprune_80", "polyprune_90", "polyprune", "polyprune_99"]
     families = {
         "EauDeSAC, with $U_{max}$": (EAUDE, ["eaude_0", "eaude", "eaude_10", "eaude_30"]),
         "PolyPruneSAC": (POLYPRUNE, hand_made),
-        "PolyPruneSAC, global": (ORACLE, ["polyprune_global"]),
+        "PolyPruneSAC, global": ((POLYPRUNE[0], "", "P"), ["polyprune_global"]),
     }
-    for name, (style, variants) in families.items():
-        points = [final(study[variant]) for variant in variants]
-        means = [(sparsities.mean(), returns.mean()) for sparsities, returns in points]
-        left.plot(*zip(*means), color=style[0], linestyle=style[1], marker=style[2], markersize=4, label=name)
-        for sparsities, returns in points:
-            draw_point(left, [sparsities], [returns], np.mean, color=style[0])
+    draw_front(left, study, "HalfCheetah", families)
     for variant, noise, line in (("eaude_0", 0, ""), ("eaude", 3, "-"), ("eaude_10", 10, "--"), ("eaude_30", 30, ":")):
-        sparsities, returns = final(study[variant])
+        runs = study[variant, "HalfCheetah"]
+        sparsities, returns = final(runs)
         point, end = (sparsities.mean(), returns.mean()), (100_000, sparsities.mean())
         beside = 11 if noise in (0, 30) else -10  # the last three end close to each other
         left.annotate(noise, point, (beside, -13), textcoords="offset points", ha="center", color=EAUDE[0])
         if noise:
-            draw_curves(right, study[variant], "sparsity/target", (EAUDE[0], line))
+            draw_curves(right, runs, "sparsity/target", (EAUDE[0], line))
             right.annotate(noise, end, (4, 0 if noise == 30 else -6), textcoords="offset points", color=EAUDE[0])
             draw_chance([right], 100_000, 5_100, 100, max_noise=noise, line=line, label=noise == 3)
-    set_labels(left, "final sparsity of the critics", "final return")
-    set_labels(right, "environment steps", "sparsity of the critics")
-    figure.legend(loc="outside upper center", ncols=4)
-    return figure
-
-
-def draw_small_sizes():
-    study = load_study("small_mujoco", "small_sizes")
-    variants = {"eaude_32": "32-32", "eaude_32_global": "32-32, global", "eaude_32_erk": "32-32, erk"}
-    variants |= {"eaude": "256-256", "eaude_512": "512-512"}
-    study = {key: runs for key, runs in study.items() if key[0] in variants and key[1] == "HalfCheetah"}
-    print_table("Sizes of the critics, HalfCheetah, 100,000 steps", study)
-    figure, ((left, right),) = new_figure(1, 2, 9, 3.4)
-    styles = ("#0072B2", ":"), ("#56B4E9", "-."), ("#009E73", "--"), EAUDE, ("#882255", (0, (5, 1)))
-    for (variant, label), style in zip(variants.items(), styles):
-        if (variant, "HalfCheetah") not in study:  # the largest takes two hours a seed
-            continue
-        draw_curves(left, study[variant, "HalfCheetah"], RETURNS[0], style, label)
-        draw_curves(right, study[variant, "HalfCheetah"], "sparsity/target", style)
-    set_labels(left, "environment steps", "return")
-    set_labels(right, "environment steps", "sparsity of the critics")
-    left.legend(title="EauDeSAC, critics")
+    set_labels(right, "steps", "sparsity")
+    draw_legend(figure, 4)
     return figure
 
 
 def draw_small_atari():
-    study = load_study("small_atari")
+    study = load_study("small_atari", "small_atari_erk")
     print_table("KungFuMaster, 120,000 steps", study)
-    figure, ((left, right),) = new_figure(1, 2, 9, 4.0)
-    speeds = {
-        "eaude": (EAUDE, "EauDe{}, $S_{{max}}$ = 0.03"),
-        "eaude_slow": (("#CC79A7", "-."), "EauDe{}, $S_{{max}}$ = 0.01"),
-    }
-    for (variant, _), runs in study.items():
-        style, name = (ALGORITHMS | speeds)[variant]
-        draw_curves(left, [smooth(run, RETURNS[1]) for run in runs], RETURNS[1], style)
-        draw_curves(right, runs, "sparsity/target", style, name.format("DQN"))
+    study = {key: [smooth(run, RETURNS[1]) for run in runs] for key, runs in study.items()}
+    figure, ((_,), (right,)) = draw_tasks(study, named("DQN", KUNG_FU_MASTER), (RETURNS[1], "sparsity/target"))
     for max_speed, line in ((0.03, "-"), (0.01, "--")):
         draw_chance([right], 120_000, 5_000, 1_000, max_speed=max_speed, line=line, label=max_speed == 0.03)
-    set_labels(left, "environment steps", "return in training")
-    set_labels(right, "environment steps", "sparsity of the target")
-    figure.legend(loc="outside upper center", ncols=3)
+    draw_legend(figure, 3)
     return figure
 
 
 def draw_small_offline():
-    study, tags = load_study("small_offline"), (RETURNS[0], "sparsity/target", "losses/cumulated")
+    study = load_study("small_offline")
     print_table("KungFuMaster, offline, 40,000 gradient steps", study)
-    figure, (panels,) = new_figure(1, 3, 11, 3.2)
-    for (variant, _), runs in study.items():
-        style, name = ALGORITHMS[variant]
-        for panel, tag in zip(panels, tags):
-            draw_curves(panel, runs, tag, style, name.format("CQL"))
-    draw_chance(panels[1:2], 40_000, 400, 400)
-    for panel, label in zip(panels, ("return", "sparsity of the target", "loss of a target period")):
-        set_labels(panel, "gradient steps", label)
-    handles = panels[1].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside upper center", ncols=4)
+    figure, grid = draw_tasks(study, named("CQL"), (RETURNS[0], "sparsity/target", "losses/cumulated"))
+    draw_chance(grid[1], 40_000, 400, 400)
+    draw_legend(figure, 4)
     return figure
 
 
-def draw_paper(name: str, base: str):
+def draw_paper(name: str, base: str, scores: dict[str, tuple[float, float]] | None = None):
     """A study of the paper, with a column for each size or length: IQM over tasks and seeds, as there."""
     study = load_study(name)
     print_table(name, study)
@@ -415,7 +623,7 @@ def draw_paper(name: str, base: str):
     for column, size in enumerate(columns):
         chosen = [(variant, env) for variant, env in study if variant.endswith(f"_{size}")]
         part = {(variant.partition("_")[0], env): study[variant, env] for variant, env in chosen}
-        part = normalise(complete(part))
+        part = normalise(complete(part), scores)
         for variant, (style, label) in ALGORITHMS.items():
             tasks = [runs for (other, _), runs in part.items() if other == variant]
             if tasks:
@@ -436,9 +644,8 @@ def draw_population():
     """A line for each network, at the height of its sparsity, from one target update to the next."""
     (runs,) = load_study("population").values()
     (run,) = runs
-    steps, n_networks = run["sparsity/network_0"][0], sum(tag.startswith("sparsity/network") for tag in run)
-    names = "sparsity/network", "losses/cumulated", "population/parent"
-    sparsities, losses, parents = [np.array([run[f"{name}_{k}"][1] for k in range(n_networks)]).T for name in names]
+    steps, sparsities, losses, parents = population(run)
+    n_networks = parents.shape[1]
     heights = sparsities + 0.004 * (np.arange(n_networks) - n_networks // 2)  # beside each other if they are equal
     period, best = steps[1] - steps[0], losses.argmin(axis=1)
     figure, ((panel,),) = new_figure(1, 1, 9, 4.4)
@@ -464,22 +671,95 @@ def draw_population():
     return figure
 
 
-ALGORITHMS = {
+MINATAR = 500_000, 6_000, 2_000  # steps, the first target update, and from one to the next
+SIZES = {32: (LIGHT_EAUDE, ":", "v"), 128: EAUDE, 512: (DARK_EAUDE, "-.", "^")}  # of the hidden layer
+RUNGS = {
+    "dense": (DENSE[0], "dense DQN"),
+    "single": (LIGHT_EAUDE, "EauDeDQN, K = 1"),
+    "selection": (LIGHT_EAUDE, "EauDeDQN, no pruning"),
+    "selection_adam": (LIGHT_EAUDE, "the same, copies\nkeep their Adam"),
+    "eaude": (EAUDE[0], "EauDeDQN"),
+    "eaude_adam": (LIGHT_EAUDE, "EauDeDQN, copies\nkeep their Adam"),
+    "oracle": (ORACLE[0], "PolyPruneDQN, oracle"),
+    "polyprune": (POLYPRUNE[0], "PolyPruneDQN, 0.95"),
+}
+DISTRIBUTIONS = {
     "dense": (DENSE, "dense {}"),
-    "eaude": (EAUDE, "EauDe{}"),
-    "polyprune": (POLYPRUNE, "PolyPrune{}, 0.95"),
-    "oracle": (ORACLE, "PolyPrune{}, oracle"),
+    "eaude": (EAUDE, "EauDe{}, erk"),
+    "eaude_global": ((LIGHT_EAUDE, "--"), "EauDe{}, global"),
+    "eaude_uniform": ((DARK_EAUDE, "-."), "EauDe{}, uniform"),
+    "polyprune": (POLYPRUNE, "PolyPrune{}, erk"),
+    "polyprune_global": ((LIGHT_POLYPRUNE, ":"), "PolyPrune{}, global"),
+    "polyprune_uniform": ((DARK_POLYPRUNE, "-."), "PolyPrune{}, uniform"),
+}
+SAC_DISTRIBUTIONS = {  # as above; those without a suffix were made with uniform
+    "dense": DISTRIBUTIONS["dense"],
+    "eaude_erk": DISTRIBUTIONS["eaude"],
+    "eaude_global": DISTRIBUTIONS["eaude_global"],
+    "eaude": DISTRIBUTIONS["eaude_uniform"],
+    "polyprune_erk": DISTRIBUTIONS["polyprune"],
+    "polyprune_global": DISTRIBUTIONS["polyprune_global"],
+    "polyprune": DISTRIBUTIONS["polyprune_uniform"],
+}
+LENGTHS = {
+    "dense_2000": (DENSE, "dense {}, 2,000,000"),
+    "eaude_250": ((LIGHT_EAUDE, ":"), "EauDe{}, 250,000 steps"),
+    "eaude": ((LIGHT_EAUDE, "-"), "500,000"),
+    "eaude_1000": (EAUDE, "1,000,000"),
+    "eaude_2000": ((DARK_EAUDE, "-."), "2,000,000"),
+}
+NETWORKS = {
+    "eaude_k2": ((LIGHT_EAUDE, ":"), "EauDe{}, K = 2"),
+    "eaude": (EAUDE, "K = 5"),
+    "eaude_k10": ((DARK_EAUDE, "-."), "K = 10"),
+}
+CRITICS = {
+    "eaude": (EAUDE, "EauDe{}, 256-256"),
+    "eaude_32": ((LIGHT_EAUDE, ":"), "32-32"),
+    "eaude_32_erk": ((LIGHT_EAUDE, "--"), "32-32, erk"),
+    "eaude_32_global": ((LIGHT_EAUDE, "-."), "32-32, global"),
+    "eaude_512": ((DARK_EAUDE, (0, (5, 1))), "512-512"),
+}
+KUNG_FU_MASTER = {
+    "dense": ALGORITHMS["dense"],
+    "eaude_erk": (EAUDE, "EauDe{}, $S_{{max}}$ = 0.03"),
+    "eaude": ((LIGHT_EAUDE, "-"), "EauDe{}, $S_{{max}}$ = 0.03, uniform"),
+    "eaude_slow": ((LIGHT_EAUDE, "-."), "EauDe{}, $S_{{max}}$ = 0.01, uniform"),
+    "polyprune_erk": ALGORITHMS["polyprune"],
+    "polyprune": ((LIGHT_POLYPRUNE, "--"), "PolyPrune{}, 0.95, uniform"),
 }
 FIGURES = {
+    "minatar": lambda: draw_minatar("minatar", "MinAtar, 500,000 steps, 128 hidden units"),
+    "minatar_sparsity": draw_minatar_sparsity,
+    "minatar_ladder": draw_minatar_ladder,
+    "minatar_tournaments": draw_minatar_tournaments,
+    "minatar_small": lambda: draw_minatar("minatar_small", "MinAtar, 500,000 steps, 32 hidden units"),
+    "minatar_distributions": lambda: draw_variants(
+        "Distributions, MinAtar", ["minatar", "minatar_distributions"], DISTRIBUTIONS, seeds=(1, 2, 3)
+    ),
+    "minatar_lengths": lambda: draw_variants("Lengths, MinAtar", ["minatar_small", "minatar_lengths"], LENGTHS),
+    "minatar_regimes": draw_minatar_regimes,
+    "minatar_large": lambda: draw_minatar("minatar_large", "MinAtar, 500,000 steps, 512 hidden units"),
+    "minatar_networks": lambda: draw_variants(
+        "Networks, MinAtar", ["minatar", "minatar_networks"], NETWORKS, seeds=(1, 2)
+    ),
     "population": draw_population,
     "small_mujoco": draw_small_mujoco,
+    "small_mujoco_distributions": lambda: draw_variants(
+        "Distributions, HalfCheetah, 100,000 steps",
+        ["small_mujoco", "small_mujoco_distributions"],
+        SAC_DISTRIBUTIONS,
+        "SAC",
+    ),
     "small_regimes": draw_small_regimes,
-    "small_sizes": draw_small_sizes,
+    "small_sizes": lambda: draw_variants(
+        "Sizes of the critics, HalfCheetah, 100,000 steps", ["small_mujoco", "small_sizes"], CRITICS, "SAC"
+    ),
     "small_atari": draw_small_atari,
     "small_offline": draw_small_offline,
-    "atari": lambda: draw_paper("atari", "DQN"),
-    "atari_lengths": lambda: draw_paper("atari_lengths", "DQN"),
-    "atari_offline": lambda: draw_paper("atari_offline", "CQL"),
+    "atari": lambda: draw_paper("atari", "DQN", SCORES),
+    "atari_lengths": lambda: draw_paper("atari_lengths", "DQN", SCORES),
+    "atari_offline": lambda: draw_paper("atari_offline", "CQL", SCORES),
     "mujoco": lambda: draw_paper("mujoco", "SAC"),
 }
 
@@ -489,7 +769,7 @@ def main(args: Args) -> None:
         print(collect(args.folder))
         return
     if args.only and args.only not in FIGURES:
-        sys.exit(f"error: --only takes one of {', '.join(FIGURES)}")
+        fail(f"--only takes one of {', '.join(FIGURES)}")
     for name in [args.only] if args.only else FIGURES:
         try:
             figure = FIGURES[name]()
@@ -501,6 +781,7 @@ def main(args: Args) -> None:
             continue
         path = RESULTS / f"{name}.png"
         figure.savefig(path, dpi=150)
+        plt.close(figure)
         Image.open(path).convert("RGB").quantize(128).save(path, optimize=True)  # a third of the size
         print(path)
 

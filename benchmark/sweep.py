@@ -1,6 +1,7 @@
 """Many runs, on this machine or on a Slurm cluster. The same command again finishes what is missing.
 
     python benchmark/sweep.py benchmark/studies/small_mujoco.toml --jobs 2
+    python benchmark/sweep.py benchmark/studies/mujoco.toml --only 'Ant__*_small__1' 'Ant__*_small__2'
     python benchmark/sweep.py benchmark/studies/mujoco.toml --slurm="--partition=gpu --gpus=1 --time=24:00:00" --jobs 50
 
 A study (see benchmark/studies) has a run for each environment, seed and variant. `{env_id}` in its flags is the
@@ -9,6 +10,7 @@ environment, `{eaude}` the sparsity with which the variant `eaude` has ended the
 
 import dataclasses
 import fcntl
+import fnmatch
 import itertools
 import json
 import os
@@ -22,6 +24,7 @@ import time
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,6 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 class Args:
     study: tyro.conf.Positional[Path]  # TOML file
     jobs: int = 1  # runs at a time
+    only: tuple[str, ...] = ()  # only runs with such names, {env}__{script}__{variant}__{seed}; * is any text
     runs_dir: Path = Path("runs")  # folder in which the study gets a folder of its own
     slurm: str | None = None  # options of sbatch: with them, the runs are submitted to Slurm
     dry_run: bool = False  # print the state and the command of every run, and do nothing
@@ -55,10 +59,7 @@ class Run:
     def command(self) -> str:
         if self.needed is None or not self.is_ready():
             return self.template
-        sparsities = re.findall(r", sparsity ([\d.e-]+)", (self.needed / "log").read_text())  # of the progress
-        if not sparsities:
-            fail(f"{self.needed.name}, whose sparsity {self.folder.name} takes, ended before its first pruning")
-        return re.sub(r"{\w+}", sparsities[-1], self.template)
+        return re.sub(r"{\w+}", f"{final_sparsity(self.needed):.4g}", self.template)
 
 
 def load_study(path: Path, runs_dir: Path) -> list[Run]:
@@ -78,8 +79,29 @@ def load_study(path: Path, runs_dir: Path) -> list[Run]:
     return runs
 
 
+def read_about(policy: Path) -> dict:
+    """What a policy file says of itself."""
+    try:
+        with np.load(policy) as arrays:
+            return json.loads(str(arrays["about"]))
+    except Exception:  # damage has many kinds
+        fail(f"{policy} is damaged; without its folder the run starts again")
+
+
 def is_done(folder: Path) -> bool:
-    return (folder / "log").exists() and "\nFinished after " in (folder / "log").read_text()
+    """A run that is under way, or was stopped, has a checkpoint, or its policy is of an earlier step."""
+    for policy in folder.glob("*/policy.npz"):
+        about = read_about(policy)
+        if about["step"] == about["args"]["total_timesteps"] and not policy.with_name("checkpoint.npz").exists():
+            return True
+    return False
+
+
+def final_sparsity(folder: Path) -> float:
+    """Of the target that a finished run has left, on MuJoCo the mean of its two critics."""
+    (policy,) = folder.glob("*/policy.npz")
+    sparsities = read_about(policy)["sparsity"]
+    return float(np.mean([sparsity for name, sparsity in sparsities.items() if name != "actor"]))
 
 
 def state_of(folder: Path) -> str:
@@ -127,7 +149,7 @@ def has_ended(run: Run, process: subprocess.Popen) -> bool:
 
 
 def last_line(run: Run) -> str:
-    return (run.folder / "log").read_text().strip().split("\n")[-1]
+    return (run.folder / "log").read_text().strip().splitlines()[-1]
 
 
 def note_signals() -> list[int]:
@@ -143,6 +165,8 @@ def run_here(waiting: list[Run], jobs: int) -> None:
     cores = sorted(os.sched_getaffinity(0))
     if jobs > len(cores):
         fail(f"--jobs {jobs}: each run needs a core of its own, and there are {len(cores)}")
+    if jobs > 1:  # on a GPU that runs share, the first would take 75 % of the memory
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     free = [cores[i::jobs][: len(cores) // jobs] for i in range(jobs)]  # as many for each
     running, received, shown = {}, note_signals(), time.monotonic()  # running: {run: (process, cores)}
     while True:
@@ -219,13 +243,21 @@ def work(run: Run) -> None:
 def main(args: Args) -> None:
     try:
         runs = load_study(args.study, args.runs_dir)
-    except (OSError, KeyError, tomllib.TOMLDecodeError) as error:
-        fail(f"{args.study} is not a study: {error!r}")
-    if not runs or args.jobs < 1:
-        fail(f"{args.study} has no runs" if not runs else f"--jobs must be at least 1, not {args.jobs}")
+    except OSError as error:
+        fail(f"{args.study}: {error.strerror}")
+    except KeyError as error:
+        fail(f"{args.study} is not a study: it has no {error}")
+    except ValueError as error:
+        fail(f"{args.study} is not a study: {error}")
+    if args.jobs < 1:
+        fail(f"--jobs must be at least 1, not {args.jobs}")
     if args.worker:
         name = json.loads(args.worker.read_text())[int(os.environ["SLURM_ARRAY_TASK_ID"])]
         work(next(run for run in runs if run.folder.name == name))
+    if args.only:
+        runs = [run for run in runs if any(fnmatch.fnmatch(run.folder.name, pattern) for pattern in args.only)]
+    if not runs:
+        fail(f"{args.study} has no runs" + (f" {' '.join(args.only)}" if args.only else ""))
     for run in runs:
         before = (run.folder / "command").read_text() if (run.folder / "command").exists() else run.command()
         if run.is_ready() and before != run.command():

@@ -20,11 +20,8 @@ def random_batch(rng, size=6, n_actions=3):
 
 def scalars(folder):
     """{tag: [(step, value), ...]} of a run's TensorBoard events."""
-    events = EventAccumulator(str(folder), size_guidance={"tensors": 0}).Reload()
-    return {
-        tag: [(event.step, event.tensor_proto.float_val[0]) for event in events.Tensors(tag)]
-        for tag in events.Tags()["tensors"]
-    }
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
 def assert_trees_equal(left, right):
@@ -54,8 +51,13 @@ def record_calls(script, monkeypatch, names):
     for name in names:
         monkeypatch.setattr(script, name, recorder(name, getattr(script, name)))
     name = "ReplayMemory" if hasattr(script, "ReplayMemory") else "TransitionMemory"
-    memory = getattr(script, name)
-    monkeypatch.setattr(script, name, lambda *inputs: memories.append(memory(*inputs)) or memories[-1])
+
+    class Recorded(getattr(script, name)):
+        def __init__(self, *inputs, **saved):
+            super().__init__(*inputs, **saved)
+            memories.append(self)
+
+    monkeypatch.setattr(script, name, Recorded)
     return calls
 
 

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import time
 
+LIMIT = 600  # seconds: it ends a hang, and is far above what a busy machine needs
 CONFIG = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -59,9 +60,9 @@ class SlurmNode:
         self.daemons = [subprocess.Popen(["slurmctld", "-D", "-i"]), subprocess.Popen(["slurmd", "-D", "-N", host])]
 
     def run(self, *command):
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=LIMIT).stdout
 
-    def wait_until(self, condition, seconds=60):
+    def wait_until(self, condition, seconds=LIMIT):
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, self.describe()

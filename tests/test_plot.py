@@ -1,6 +1,7 @@
 """Figures: from the events of runs to CSV files, and from these alone to statistics, tables and pictures."""
 
 import itertools
+import json
 import shutil
 import sys
 import tomllib
@@ -8,7 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tensorboard.summary import Writer
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmark"))
@@ -46,42 +49,55 @@ def test_seeds_are_drawn_within_each_task():
     assert high == pytest.approx(3.2, abs=0.11)
 
 
-def test_returns_are_normalised_by_human_scores_or_by_the_dense_network():
-    """A task without a finished run of each variant is left out before."""
-    runs = {("dense", "Pong"): [20.0], ("eaude", "Pong"): [-20.7, 14.6], ("dense", "Ant"): [100.0, 300.0]}
-    runs |= {("eaude", "Ant"): [0.0, 300.0], ("eaude", "Hopper"): [1.0]}
-    curve, sparsity = "eval/episodic_return", (np.array([1]), np.array([0.5]))
-    study = {
-        key: [{curve: (np.array([1]), np.array([x])), "sparsity/target": sparsity} for x in returns]
-        for key, returns in runs.items()
+def made_up(returns):
+    """A study of runs with one evaluation each: {(variant, env): its returns}"""
+    sparsity = np.array([1]), np.array([0.5])
+    return {
+        key: [{"eval/episodic_return": (np.array([1]), np.array([x])), "sparsity/target": sparsity} for x in values]
+        for key, values in returns.items()
     }
-    normalised = plot.normalise(plot.complete(study))
-    scores = {key: plot.final(runs)[1].tolist() for key, runs in normalised.items()}
-    assert scores["eaude", "Pong"] == [0, 1]
-    assert scores["dense", "Pong"] == pytest.approx([40.7 / 35.3])
-    assert scores["dense", "Ant"] == [0.5, 1.5]
-    assert scores["eaude", "Ant"] == [0, 1.5]
-    assert ("eaude", "Hopper") not in scores
-    assert plot.final(normalised["eaude", "Ant"])[0].tolist() == [0.5, 0.5]
-    assert plot.final(study["eaude", "Ant"])[1].tolist() == [0, 300]  # the study itself is as it was
+
+
+def test_returns_are_normalised_by_human_scores_or_by_the_dense_network():
+    """SpaceInvaders is a game of Atari and one of MinAtar. A task without a run of each variant is left out before."""
+    returns = {("dense", "SpaceInvaders"): [100.0, 300.0], ("eaude", "SpaceInvaders"): [148.0, 1668.7]}
+    study = plot.complete(made_up(returns | {("eaude", "Pong"): [1.0]}))
+    scores = {key: plot.final(runs)[1].tolist() for key, runs in plot.normalise(study).items()}
+    assert scores["dense", "SpaceInvaders"] == [0.5, 1.5]
+    assert scores["eaude", "SpaceInvaders"] == pytest.approx([0.74, 8.3435])
+    assert ("eaude", "Pong") not in scores
+    human = plot.normalise(study, plot.SCORES)
+    assert plot.final(human["eaude", "SpaceInvaders"])[1].tolist() == [0, 1]
+    assert plot.final(human["eaude", "SpaceInvaders"])[0].tolist() == [0.5, 0.5]
+    assert plot.final(study["eaude", "SpaceInvaders"])[1].tolist() == [148, 1668.7]  # the study itself is as it was
+
+
+def test_an_iqm_is_that_of_all_runs_and_not_of_means_of_tasks(capsys):
+    study = made_up({("eaude", "Ant"): [0.0], ("eaude", "Hopper"): [1.0, 1.0, 7.0], ("dense", "Ant"): [5.0]})
+    plot.print_iqms(study, {"eaude": (plot.EAUDE, "EauDeSAC")}, "SAC")
+    assert "| EauDeSAC | 1.00 (" in capsys.readouterr().out  # of 0, 1, 1 and 7; the means of the tasks are 0 and 3
+    _, axes = plot.new_figure(1, 1, 3, 3)
+    plot.draw_iqm(axes[0, 0], [study["eaude", "Ant"], study["eaude", "Hopper"]], "eval/episodic_return", plot.EAUDE)
+    assert axes[0, 0].lines[0].get_ydata().tolist() == [1]
 
 
 def test_games_of_the_studies_have_human_scores():
-    for path in (ROOT / "benchmark" / "studies").glob("*atari*.toml"):
+    paths = [path for path in (ROOT / "benchmark" / "studies").glob("*atari*.toml") if "minatar" not in path.stem]
+    assert len(paths) > 4
+    for path in paths:
         assert set(tomllib.loads(path.read_text())["env_ids"]) <= set(plot.SCORES)
 
 
 # ---- Files ----
-def write_run(folder, name, curves, last_line="Finished after 100 steps"):
+def write_run(folder, name, curves, step=100):
     run = folder / name / "run"
     run.mkdir(parents=True)
-    (run / "policy.npz").touch()
+    np.savez(run / "policy.npz", about=json.dumps({"step": step, "args": {"total_timesteps": 100}}))
     (run / "args.json").write_text('{"total_timesteps": 100}')
-    (run.parent / "log").write_text(f"on 1 cores\n{last_line}")
-    writer = Writer(str(run))
+    writer = EventFileWriter(str(run))
     for tag, points in curves.items():
         for step, value in points:
-            writer.add_scalar(tag, value, step)
+            writer.add_event(Event(step=step, summary=Summary(value=[Summary.Value(tag=tag, simple_value=value)])))
     writer.close()
 
 
@@ -99,7 +115,7 @@ def test_finished_runs_of_a_study_become_one_small_file(tmp_path, results):
     write_run(tmp_path / "study", "Ant__script__dense__1", curves)
     write_run(tmp_path / "study", "Pong__script__offline__1", {"eval/episodic_return": [(100, 7.0)]})
     write_run(tmp_path / "study", "Ant__script__dense__2", {"charts/episodic_return": every_step})
-    write_run(tmp_path / "study", "Ant__script__dense__3", curves, "Interrupted after 50 steps")
+    write_run(tmp_path / "study", "Ant__script__dense__3", curves, step=50)
     write_run(tmp_path / "study", "Ant__script__dense__4", {"eval/episodic_return": every_step})
     plot.collect(tmp_path / "study")
     lines = (results / "study.csv").read_text().splitlines()
@@ -141,6 +157,50 @@ def test_a_run_stays_in_the_file_when_its_folder_is_gone(tmp_path, results):
     assert [run[curve][1].tolist() for run in runs] == [[1], [7, 8], [3]]
 
 
+POPULATION = {  # of three networks, at three target updates
+    "sparsity/network": [(0, 0, 0), (0, 0.1, 0.05), (0.1, 0.28, 0.145)],
+    "losses/cumulated": [(3, 1, 2), (4, 5, 2), (6, 3, 4)],
+    "population/parent": [(0, 0, 2), (0, 1, 2), (1, 1, 2)],
+}
+
+
+def test_a_copy_is_compared_with_its_parent_at_the_next_update(tmp_path, results):
+    """At step 10 network 1 becomes a copy of 0, a tenth of which is pruned: at 20 its loss is 5, and 4 that of 0."""
+    curves = {
+        f"{name}_{k}": [(10 * (i + 1), row[k]) for i, row in enumerate(rows)]
+        for (name, rows), k in itertools.product(POPULATION.items(), range(3))
+    }
+    curves |= {"charts/episodic_return": [(100, 7.0)]}
+    for name in ("Breakout__script__eaude__1", "Breakout__script__eaude__2", "Asterix__script__eaude__1"):
+        write_run(tmp_path / "minatar", name, curves)
+    plot.collect(tmp_path / "minatar")
+    study = plot.load_study("minatar")
+    first, second = study["eaude", "Breakout"]
+    assert [first[tag][0].tolist() for tag in plot.TOURNAMENTS] == [[20], [20]]
+    assert first["tournament/pruned"][1].tolist() == pytest.approx([0.1])
+    assert first["tournament/loss"][1].tolist() == pytest.approx([0.25])
+    assert set(second) == set(study["eaude", "Asterix"][0]) == {"charts/episodic_return"}  # the file stays small
+
+
+def test_a_copy_of_a_sparse_parent_loses_a_share_of_what_is_left():
+    """Network 0 becomes a copy of 1, whose sparsity is 0.1, and has 0.28: a fifth of the weights that were left."""
+    curves = {
+        f"{name}_{k}": (np.arange(3), np.array([row[k] for row in rows]))
+        for (name, rows), k in itertools.product(
+            {
+                "sparsity/network": [(0, 0.1), (0.28, 0.1), (0.28, 0.1)],
+                "losses/cumulated": [(3, 1), (1, 2), (1, 2)],
+                "population/parent": [(1, 1), (0, 1), (0, 0)],
+            }.items(),
+            range(2),
+        )
+    }
+    (steps, pruned), (_, losses) = [plot.tournaments(curves)[tag] for tag in plot.TOURNAMENTS]
+    assert steps.tolist() == [1]  # the copies of the last update are compared with nobody
+    assert pruned.tolist() == pytest.approx([0.2])
+    assert losses.tolist() == [-0.5]
+
+
 def test_returns_in_training_are_drawn_as_means_over_a_tenth_of_the_run():
     run = {"return": (np.array([10, 50, 55, 95, 100]), np.array([1.0, 2.0, 4.0, 6.0, 8.0])), "other": None}
     assert plot.smooth(run, "return")["return"][1].tolist() == [1, 2, 3, 6, 7]
@@ -159,90 +219,128 @@ def test_chance_is_the_rule_of_the_scripts_without_a_selection():
     assert sparsities[-1] > 1 - 0.999**98 > plot.chance_sparsity(1_000, 30, 10, max_speed=0.001)[1][-1]
 
 
-def test_a_folder_without_finished_runs_is_said(tmp_path, results):
-    with pytest.raises(SystemExit, match="there is no finished run of a sweep in"):
-        plot.main(plot.Args(tmp_path))
-    with pytest.raises(SystemExit, match="--only takes one of population, small_mujoco, small_regimes"):
-        plot.main(plot.Args(only="nothing"))
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"folder": Path("no/such/folder")}, "error: there is no finished run of a sweep in no/such/folder\n"),
+        ({"only": "nothing"}, "error: --only takes one of minatar, minatar_sparsity, "),
+    ],
+)
+def test_a_mistake_gets_one_line_and_exit_code_2(flags, message, capsys, results):
+    with pytest.raises(SystemExit) as end:
+        plot.main(plot.Args(**flags))
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(message)
+    assert error.count("\n") == 1
 
 
 # ---- Figures ----
-STUDIES = {
-    "small_mujoco": ("HalfCheetah Hopper Walker2d", "dense eaude polyprune oracle"),
-    "small_regimes": (
-        "HalfCheetah",
-        "eaude_0 eaude_10 eaude_30 polyprune_50 polyprune_80 polyprune_90 polyprune_99 polyprune_global",
-    ),
-    "small_sizes": ("HalfCheetah", "eaude_32 eaude_32_global eaude_32_erk eaude_512"),
-    "small_atari": ("Pong", "dense eaude eaude_slow polyprune"),
-    "small_offline": ("Pong", "dense eaude polyprune"),
-    "atari": ("Pong Breakout", "dense_small eaude_small polyprune_small dense_large eaude_large polyprune_large"),
+PAPER = {
+    "atari": ("Pong Boxing", "dense_small eaude_small polyprune_small dense_large eaude_large polyprune_large"),
     "atari_lengths": ("Pong", "dense_short eaude_short polyprune_short"),
     "atari_offline": ("Pong", "dense_small eaude_small polyprune_small"),
     "mujoco": ("Ant Humanoid", "dense_small eaude_small polyprune_small oracle_small"),
 }
+OFFLINE_OR_SAC = "mujoco", "offline", "regimes", "sizes"
 
 
-def write_study(results, name, unfinished):
-    """A return of 100 from the dense network in each task, of 90 from others; two seeds, of some runs one or three."""
-    envs, variants = (text.split() for text in STUDIES[name])
-    returns = "charts/episodic_return" if name in ("small_atari", "atari", "atari_lengths") else "eval/episodic_return"
+def write_study(results, name, without=()):
+    """The study in git, shorter: returns of dense networks are 100, of others 80 and, seed 2 and further, 90."""
+    envs, variants = (text.split() for text in PAPER.get(name, ("", "")))
+    if not envs:
+        study = tomllib.loads((ROOT / "benchmark" / "studies" / f"{name}.toml").read_text())
+        envs, variants = study["env_ids"], list(study["variants"])
+    evaluates = name.endswith(OFFLINE_OR_SAC) or "mujoco" in name
+    returns = plot.RETURNS[0 if evaluates and "minatar" not in name else 1]
     with open(results / f"{name}.csv", "w") as file:
         print(*plot.COLUMNS, sep=",", file=file)
-        for env, variant, seed in itertools.product(envs, variants, (1, 2, 3) if name == "small_mujoco" else (1, 2)):
+        for env, variant, seed in itertools.product(envs, variants, (1, 2, 3)):
+            value = {returns: 100 if "dense" in variant else 80 if seed == 1 else 90}
             for tag, step in itertools.product([returns, "sparsity/target", "losses/cumulated"], (50_000, 100_000)):
-                value = {returns: 100 if "dense" in variant else 90}.get(tag, 0.5)
-                if (env, variant, seed) not in unfinished:
-                    print(name, variant, env, seed, tag, step, value, sep=",", file=file)
+                if (env, variant, seed) not in without and (env, variant) not in without:
+                    print(name, variant, env, seed, tag, step, value.get(tag, 0.5), sep=",", file=file)
+            if (variant, env, str(seed)) in plot.SEEN_TOURNAMENTS:
+                for tag, step in itertools.product(plot.TOURNAMENTS, (10_000, 90_000, 100_000)):
+                    print(name, variant, env, seed, tag, step, 0.003, sep=",", file=file)
 
 
-def test_figures_of_studies_that_are_not_finished(results, capsys, monkeypatch):
+@pytest.fixture
+def quick(results, monkeypatch):
     monkeypatch.setattr(plot, "N_RESAMPLES", 20)
+    monkeypatch.setattr(plot, "chance_sparsity", lambda *_, **__: (np.array([0, 100_000]), np.array([0, 0.9])))
     results.mkdir()
+    return results
+
+
+def ends(panel):
+    return [line.get_ydata()[-1] for line in panel.lines]
+
+
+def test_all_figures_of_finished_studies_are_drawn(quick, capsys):
     plot.main(plot.Args())
     assert capsys.readouterr().out.count("is not drawn: there is no ") == len(plot.FIGURES)
-    unfinished = {("Walker2d", "oracle", seed) for seed in (1, 2, 3)}  # a task that some have not played
-    unfinished |= {("HalfCheetah", "eaude", seed) for seed in (2, 3)}
-    unfinished |= {("HalfCheetah", "polyprune_99", 2), ("Pong", "eaude", 2)}
-    for name in STUDIES:
-        write_study(results, name, unfinished)
+    names = [path.stem for path in (ROOT / "benchmark" / "studies").glob("*.toml")]
+    for name in [x for x in names if x.startswith(("minatar", "small")) or x in PAPER]:
+        write_study(quick, name)
     plot.main(plot.Args())
-    assert {path.stem for path in results.glob("*.png")} == set(plot.FIGURES) - {"population"}
+    assert {path.stem for path in quick.glob("*.png")} == set(plot.FIGURES) - {"population"}
+    assert "is not drawn" not in capsys.readouterr().out.replace("population is not drawn", "")
+
+
+def test_figures_of_minatar_show_what_the_files_have(quick, capsys):
+    for name in ("minatar", "minatar_small", "minatar_ladder", "minatar_distributions"):
+        write_study(quick, name, [("Asterix", "oracle"), ("Breakout", "eaude", 2), ("SpaceInvaders", "selection", 2)])
+    *games, iqm = plot.FIGURES["minatar"]().axes
+    assert [panel.get_title() for panel in games] == ["Asterix", "Breakout", "Freeway", "Seaquest", "SpaceInvaders"]
+    assert ends(games[0]) == pytest.approx([100, 260 / 3, 260 / 3])
+    assert ends(games[1]) == pytest.approx([100, 85, 260 / 3])  # no oracle, as one game has none
+    assert ends(iqm) == pytest.approx([1, 7 / 8, 7.9 / 9])  # 5 runs of 80, 9 or 10 of 90: without 3 at either end
+    assert "| EauDeDQN | 0.8" in capsys.readouterr().out
+    left, _ = plot.FIGURES["minatar_sparsity"]().axes
+    labels = [line.get_label() for line in left.lines]
+    sizes = ["EauDeDQN, 32 hidden units", "EauDeDQN, 128 hidden units"]
+    assert labels == [*sizes, "PolyPruneDQN", "EauDe, random losses"]
     output = capsys.readouterr().out
-    assert "| HalfCheetah | eaude | 1 | 90.0 | 0.500 |" in output
-    mujoco, _, regimes = output.partition("Regimes, HalfCheetah")
-    assert "| HalfCheetah | dense | 3 | 100.0 | 0.500 |" in mujoco  # equal seeds have no interval
-    assert "| HalfCheetah | dense | 2 | 100.0 | 0.500 |" in regimes  # where others have two, a third is not compared
-    assert "| EauDeSAC | 0.90 |" in output  # of HalfCheetah and Hopper
-    labels = [line.get_label() for line in plot.FIGURES["small_sizes"]().axes[0].lines]
-    assert labels == ["32-32", "32-32, global", "32-32, erk", "256-256", "512-512"]
-    ends = [line.get_ydata()[-1] for line in plot.FIGURES["mujoco"]().axes[0].lines]
-    assert ends == pytest.approx([1, 0.9, 0.9, 0.9])  # dense, then the others
+    assert "| Breakout | 128 | 2 | 0.500 |" in output
+    assert "If losses were random, EauDe with S_max = 0.04 would end at a sparsity of 0.90." in output
+    breakout, space_invaders = plot.FIGURES["minatar_ladder"]().axes
+    widths = [[bar.get_width() for bar in panel.patches] for panel in (breakout, space_invaders)]
+    mean = pytest.approx(260 / 3)
+    assert widths[0] == [100, mean, mean, 85, mean, mean]  # dense, single, selection, eaude, oracle, polyprune
+    assert widths[1] == [100, mean, 85, mean, mean, mean]
+    figure = plot.FIGURES["minatar_tournaments"]()
+    assert [panel.get_title() for panel in figure.axes] == ["erk", "global", "uniform"]
+
+
+def test_seeds_that_others_do_not_have_are_not_compared(quick, capsys):
+    write_study(quick, "small_mujoco")
+    write_study(quick, "small_regimes", without=[("HalfCheetah", "polyprune_99", 2)])
+    plot.FIGURES["small_regimes"]()
+    output = capsys.readouterr().out
+    assert "| HalfCheetah | dense | 2 | 100.0 | 0.500 |" in output  # equal seeds have no interval
+    assert "| HalfCheetah | polyprune_99 | 1 | 80.0 | 0.500 |" in output
+
+
+def test_tasks_without_a_variant_are_left_out_of_an_iqm(quick, capsys):
+    write_study(quick, "small_mujoco", without=[("Walker2d", "oracle")])
+    titles = [panel.get_title() for panel in plot.FIGURES["small_mujoco"]().axes]
+    assert titles[:4] == ["HalfCheetah", "Hopper", "IQM / dense SAC's end", ""]
+    assert "| EauDeSAC | 0.88 (" in capsys.readouterr().out  # of 80, 90, 90 twice
+    write_study(quick, "mujoco", without=[("Ant", "dense_small"), ("Humanoid", "eaude_small")])
+    plot.main(plot.Args(only="mujoco"))
+    assert "mujoco is not drawn: there is no finished run of 'every variant in one task'" in capsys.readouterr().out
+
+
+def test_studies_of_the_paper_are_drawn_as_iqms(quick):
+    for name in PAPER:
+        write_study(quick, name)
+    assert ends(plot.FIGURES["mujoco"]().axes[0])[0] == pytest.approx(1)
     small, large, *_ = plot.FIGURES["atari"]().axes
-    human = [(100 + 20.7) / 35.3, (100 - 1.7) / 28.8]  # of Pong and Breakout
+    human = [(100 + 20.7) / 35.3, (100 - 0.1) / 12]  # of Pong and Boxing
     for panel, title in ((small, "small, 2 tasks"), (large, "large, 2 tasks")):
         assert panel.get_title() == title
-        assert panel.lines[0].get_ydata()[-1] == pytest.approx(np.mean(human))
-
-
-def test_figures_without_a_variant_or_a_task_are_left_out(results, capsys):
-    results.mkdir()
-    write_study(
-        results,
-        "small_mujoco",
-        {(env, "oracle", seed) for env in ("HalfCheetah", "Hopper", "Walker2d") for seed in (1, 2, 3)},
-    )
-    write_study(results, "small_atari", {("Pong", "dense", 1), ("Pong", "dense", 2)})
-    write_study(
-        results,
-        "mujoco",
-        {("Ant", "dense_small", seed) for seed in (1, 2)} | {("Humanoid", "eaude_small", seed) for seed in (1, 2)},
-    )
-    plot.main(plot.Args())
-    output = capsys.readouterr().out
-    assert "small_mujoco is not drawn: there is no finished run of ('oracle', 'HalfCheetah')" in output
-    assert "\nmujoco is not drawn: there is no finished run of 'every variant in one task'" in output
-    assert [path.stem for path in results.glob("*.png")] == ["small_atari"]
+        assert ends(panel)[0] == pytest.approx(np.mean(human))
 
 
 # ---- What is in git ----

@@ -222,8 +222,8 @@ def test_a_short_run_of_pong_logs_everything(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (dict(final_sparsity=1.1), "--final-sparsity must be from 0 to 1, not 1.1"),
-        (dict(final_sparsity=-0.1), "--final-sparsity must be from 0 to 1, not -0.1"),
+        (dict(final_sparsity=1.1), "--final-sparsity must be from 0 to 0.999, not 1.1"),
+        (dict(final_sparsity=-0.1), "--final-sparsity must be from 0 to 0.999, not -0.1"),
         (dict(pruning_start=0.5, pruning_end=0.4), "--pruning-end must not be smaller than --pruning-start"),
         (dict(pruning_start=-0.1), "--pruning-start must be from 0 to 1, not -0.1"),
         (dict(pruning_end=1.1), "--pruning-end must be from 0 to 1, not 1.1"),

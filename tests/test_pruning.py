@@ -31,7 +31,7 @@ def random_params(seed=0):
         ([[3, -1], [2, -4]], 0.25, [[1, 0], [1, 1]]),
         ([[3, -1], [2, -4]], 0.5, [[1, 0], [0, 1]]),
         ([[3, -1], [2, -4]], 0.75, [[0, 0], [0, 1]]),
-        ([[3, -1], [2, -4]], 1.0, [[0, 0], [0, 1]]),  # at least one weight stays
+        ([[3, -1], [2, -4]], 0.99, [[0, 0], [0, 1]]),  # at least one weight stays
         ([[3, -1], [2, -4]], 0.3, [[1, 0], [1, 1]]),  # 2.8 weights are 3
         ([[3, -1], [2, -4]], 0.4, [[1, 0], [0, 1]]),  # 2.4 weights are 2
         ([[1, -1], [1, 1]], 0.5, [[1, 1], [0, 0]]),  # of equal magnitudes the first stay
@@ -111,12 +111,26 @@ def test_erk_densities_are_proportional_capped_and_add_up(sparsity):
         assert (scores[~free] * ratios[0] >= 1).all()
 
 
+@pytest.mark.parametrize(
+    ("sparsity", "distribution", "words"),
+    [
+        (0.5, "unifrm", "unknown distribution 'unifrm'"),
+        (1.0, "erk", "a sparsity is from 0"),
+        (-0.1, "global", "a sparsity is from 0"),
+        (np.nan, "erk", "a sparsity is from 0"),
+    ],
+)
+def test_masks_that_cannot_be_are_refused(sparsity, distribution, words):
+    with pytest.raises(ValueError, match=words):
+        magnitude_masks(random_params(), sparsity, distribution)
+
+
 @pytest.mark.parametrize("distribution", ["uniform", "erk", "global"])
 def test_masks_nest_as_sparsity_grows(distribution):
     params = random_params()
     params["dense"]["kernel"] = params["dense"]["kernel"].round(1)  # many ties
     previous = magnitude_masks(params, 0.0, distribution)
-    for sparsity in np.linspace(0.02, 1, 50):
+    for sparsity in np.linspace(0.02, 0.99, 50):
         masks = magnitude_masks(params, sparsity, distribution)
         for layer, name in itertools.product(("conv", "dense"), ("kernel", "bias")):
             assert not (masks[layer][name] & ~previous[layer][name]).any()
@@ -161,6 +175,11 @@ def test_without_noise_and_cap_equation_3_is_a_straight_line_to_1():
 
 def test_default_speed_removes_one_percent_of_what_remains():
     assert next_sparsity(0.9, 3.0, 9_000_000, 9_008_000, 10_000_000, 0.01) == pytest.approx(0.9 + 0.1 * 0.01)
+
+
+def test_without_a_finite_loss_nobody_is_selected():
+    with pytest.raises(ValueError, match="no network has a finite loss"):
+        select_population(np.random.default_rng(0), np.full(5, np.inf), 3)
 
 
 LOSSES = np.array([5.0, 1.0, 4.0, 2.0, 3.0])  # ranks: network 1, 3, 4, 2, 0

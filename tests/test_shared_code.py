@@ -22,8 +22,8 @@ SCRIPTS = sorted(path for path in ROOT.glob("*.py") if re.match("eaude|polyprune
 README = (ROOT / "README.md").read_text()
 
 # Names that stand for different things in different scripts; all others have the same text wherever they appear.
-MAY_DIFFER = {"Args", "NOT_SMALLER", "canonical_name", "make_env", "AgentState", "init_agent"}
-MAY_DIFFER |= {"learn_critics", "learn", "train"}
+MAY_DIFFER = {"Args", "canonical_name", "make_env", "Batch", "QNetwork", "AgentState", "init_agent"}
+MAY_DIFFER |= {"Draws", "learn_critics", "learn", "train"}
 
 SECTIONS = ["Arguments", "Environment", "Replay", "Network", "Pruning", "Agent"]
 SECTIONS += ["Learning", "Acting", "Training", "Run"]
@@ -95,12 +95,11 @@ def test_the_comparison_sees_every_difference(text, other, differing):
     assert set(differences({"a.py": text, "b.py": other})) == differing
 
 
-def test_shared_flags_keep_help_and_order():
+def test_shared_flags_keep_their_order():
     for path, other in itertools.combinations(SCRIPTS, 2):
         here, there = flags(path), flags(other)
         shared = [name for name in here if name in there]
         assert shared == [name for name in there if name in here]
-        assert {name: here[name] for name in shared} == {name: there[name] for name in shared}
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
@@ -128,9 +127,13 @@ def test_the_plumbing_is_the_same_in_all_scripts():
 def test_nothing_runs_on_import(path):
     docstring, *body = parse(path.read_text()).body
     assert isinstance(docstring.value.value, str)
-    *body, main = body
-    assert ast.unparse(main).startswith("if __name__ == '__main__':\n")
-    assert len(main.body) == 1
+    guarded = [node for node in body if isinstance(node, ast.If)]  # Ctrl-C during the imports, and the call of main
+    assert len(guarded) == 2
+    assert guarded[1] is body[-1]
+    for node in guarded:
+        assert ast.unparse(node).startswith("if __name__ == '__main__':\n")
+        assert len(node.body) == 1
+    body = [node for node in body if node not in guarded]
     declarations = ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AugAssign
     assert all(isinstance(node, declarations) for node in body)
 
@@ -179,7 +182,7 @@ def test_departures_from_the_paper_are_those_of_the_readme():
 
 def test_the_readme_counts_the_lines_that_differ():
     counts = re.findall(r"`diff\s(\w+\.py)\s(\w+\.py)`\D+(\d+)", README)
-    assert len(counts) == 4
+    assert len(counts) == 6
     for name, other, count in counts:
         diff = subprocess.run(["diff", ROOT / name, ROOT / other], capture_output=True, text=True, check=False).stdout
         assert sum(line.startswith(("<", ">")) for line in diff.splitlines()) == int(count), (name, other)

@@ -1,0 +1,606 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["filelock>=3.16", "flax>=0.12", "jax>=0.10", "minatar>=1.0.15", "numpy>=2",
+#     "optax>=0.2.5", "tensorboard>=2.20", "tqdm>=4.66", "tyro>=1.0"]
+# ///
+"""PolyPruneDQN on MinAtar: DQN whose network is pruned on a hand-made schedule. Also dense DQN and DistillDQN.
+
+The baseline of Vincent et al., "Eau De Q-Network: Adaptive Distillation of Neural Networks in Deep Reinforcement
+Learning", 2025, after Obando-Ceron et al., 2024. "l. 4" is a line of the paper's Algorithm 1 that plain DQN shares.
+
+    python polyprune_dqn_minatar.py --env-id Breakout
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import signal
+import sys
+import threading
+import time
+import typing
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple, NoReturn
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports below ends it without a traceback
+
+import filelock
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import minatar
+import numpy as np
+import optax
+import tyro
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from tqdm import tqdm
+
+LOG_PERIOD = 1_000  # steps between two points of the curves that have a value at every step
+SHOWN = {"charts/episodic_return": "return", "eval/episodic_return": "evaluation", "sparsity/target": "sparsity"}
+Distribution = Literal["erk", "uniform", "global"]  # of the sparsity over the tensors of a network
+
+
+# ---- Arguments: the defaults are the paper's, scaled to a small world ----------------------------------------------
+Whole = Annotated[int, (1, math.inf)]  # a kind of flag with its range, in which a bound can be another flag
+Share = Annotated[float, (0, 1)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+    env_id: str = "Breakout"  # the game: SpaceInvaders, space_invaders or MinAtar/SpaceInvaders-v1
+    seed: Annotated[int, (0, 2**31 - 1)] = 1  # seed of everything that is random
+    total_timesteps: Whole = 500_000  # steps of the run, in the environment [t_final]
+    runs_dir: Path = Path("runs")  # folder in which the run gets a folder of its own
+    checkpoint_period: Annotated[int, (0, math.inf)] = 50_000  # steps between two checkpoints; 0 writes none
+    resume: Path | None = None  # folder of a run to go on with, under its own flags
+    horizon: Annotated[int, (2, 2**29 - 1)] = 27_000  # steps after which an episode is cut [H]
+    features: Annotated[tuple[int, int], (1, math.inf)] = (16, 128)  # channels of the convolution, hidden layer
+    final_sparsity: Annotated[float, (0, 0.999)] = 0.95  # sparsity at the end of the schedule; 0 never prunes [s_F]
+    pruning_power: Whole = 3  # steepness of the schedule, which is fastest at its start [n]
+    pruning_start: Share = 0.2  # share of the run at which the schedule of Eq. (2) starts [t_start]
+    pruning_end: Annotated[float, ("pruning_start", 1)] = 0.8  # share of the run at which it ends [t_end]
+    pruning_period: Whole = 1_000  # steps between two prunings [P]
+    sparsity_distribution: Distribution = "erk"  # Erdos-Renyi-Kernel, the same in all tensors, or one threshold for all
+    target_period: Whole = 2_000  # steps between two target updates [T]
+    gradient_period: Whole = 2  # steps between two gradient steps [G]
+    learning_starts: Annotated[int, (1, "total_timesteps")] = 5_000  # steps played before the first gradient step
+    buffer_size: Annotated[int, (2, math.inf)] = 100_000  # transitions in the replay memory, first in, first out [D]
+    batch_size: Whole = 32  # transitions in a gradient step [B]
+    gamma: Share = 0.99  # discount factor [gamma]
+    learning_rate: Share = 2.5e-4  # step size of Adam
+    adam_epsilon: Share = 1.5e-4  # epsilon of Adam
+    epsilon_end: Share = 0.01  # share of random actions after it has fallen from 1 [epsilon]
+    epsilon_duration: Whole = 50_000  # steps over which it falls, linearly
+
+
+def fail(message: str) -> NoReturn:
+    """A mistake of the person at the keyboard: one message, exit code 2, no traceback."""
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def check_args(args: Args) -> None:
+    """Each flag is within its range, which stands beside it."""
+    for name, kind in typing.get_type_hints(Args, include_extras=True).items():
+        for bounds in getattr(kind, "__metadata__", ()):  # (smallest, largest), if there is a range
+            smallest, largest = [getattr(args, x) if isinstance(x, str) else x for x in bounds]
+            if not all(smallest <= x <= largest for x in np.ravel(getattr(args, name))):
+                others = "".join(f", the value of {flag(x)}" for x in bounds if isinstance(x, str))
+                fail(f"{flag(name)} must be from {smallest} to {largest}{others}, not {getattr(args, name)}")
+
+
+def flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def load_args(args: Args) -> Args:
+    """With --resume, the flags of that run."""
+    folder = args.resume
+    if args != Args(resume=folder):
+        fail("--resume goes on with the run's own flags: leave out all others")
+    if not (folder / "args.json").exists():
+        fail(f"{folder} is not the folder of a run")
+    flags = json.loads((folder / "args.json").read_text())
+    differing = flags.keys() ^ vars(args).keys()
+    if differing:
+        fail(f"{folder} is a run of another script or version, with other flags: {', '.join(map(flag, differing))}")
+    if not (folder / "checkpoint.npz").exists():
+        if (folder / "policy.npz").exists() and read_npz(folder / "policy.npz")[0]["step"] == flags["total_timesteps"]:
+            print(f"{folder} is finished")
+            sys.exit()
+        fail(f"{folder} has no checkpoint to go on from")
+    flags = {name: tuple(x) if isinstance(x, list) else x for name, x in flags.items()}
+    flags |= {name: Path(x) for name, x in flags.items() if name.endswith("_dir")}
+    return Args(**flags | {"resume": folder})
+
+
+# ---- Environment -----------------------------------------------------------------------------------------------------
+GAMES = {"asterix": "Asterix", "breakout": "Breakout", "freeway": "Freeway", "seaquest": "Seaquest"}
+GAMES["space_invaders"] = "SpaceInvaders"
+
+
+def canonical_name(env_id: str) -> str:
+    """One spelling for all: `SpaceInvaders` for `space_invaders` and `MinAtar/SpaceInvaders-v1`."""
+    known = {name.lower(): name for name in GAMES.values()}
+    wanted = re.sub(r"^minatar/|-v\d+$|_", "", env_id.lower())
+    if wanted not in known:
+        fail(f"unknown MinAtar game {env_id!r}; there are {', '.join(known.values())}")
+    return known[wanted]
+
+
+class MinAtarEnv:
+    """A game (Young and Tian, 2019) with its smallest action set, sticky actions and growing difficulty."""
+
+    def __init__(self, env_id: str, horizon: int):
+        name = {title: name for name, title in GAMES.items()}[canonical_name(env_id)]
+        self.game = minatar.Environment(name, sticky_action_prob=0.1, difficulty_ramping=True)
+        self.action_set, self.horizon = self.game.minimal_action_set(), horizon
+
+    def reset(self, seed: int) -> tuple[np.ndarray, dict]:
+        self.game.seed(seed)
+        self.game.reset()
+        self.game.last_action = 0  # the package leaves that of the episode before, which could stick
+        self.n_steps = 0
+        return self.game.state().astype(np.uint8), {}  # (10, 10, n_channels) of 0 and 1
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
+        reward, terminal = self.game.act(self.action_set[action])
+        self.n_steps += 1
+        truncation = self.n_steps >= self.horizon and not terminal
+        return self.game.state().astype(np.uint8), reward, terminal, truncation, {}
+
+
+class Episode:
+    """An episode that can be played again: the same seed and actions lead to the same observations."""
+
+    def __init__(self, seed: int, actions: list | np.ndarray = (), score: float = 0.0):
+        self.seed, self.actions, self.score = int(seed), list(actions), float(score)
+
+    def replay(self, env):
+        """The observation after its actions. Without actions yet, the first one."""
+        observation, _ = env.reset(seed=self.seed)
+        for action in self.actions:
+            observation = env.step(action)[0]
+        return observation
+
+    def add(self, action: np.ndarray, reward: float) -> None:
+        self.actions.append(action)
+        self.score += float(reward)
+
+    def saved(self) -> dict:
+        return {"seed": self.seed, "actions": np.array(self.actions), "score": self.score}
+
+
+# ---- Replay memory ---------------------------------------------------------------------------------------------------
+class Batch(NamedTuple):
+    observations: np.ndarray  # (batch, 10, 10, n_channels) uint8
+    actions: np.ndarray  # (batch,) int32
+    rewards: np.ndarray  # (batch,) float32
+    next_observations: np.ndarray  # (batch, 10, 10, n_channels) uint8
+    terminals: np.ndarray  # (batch,) bool
+
+
+class GridMemory:
+    """The last `size` transitions, first in, first out. Each observation is kept once."""
+
+    EMPTY = {"rows": np.zeros(0), "n_added": 0}  # what `saved` gives, before anything is added
+
+    def __init__(self, size: int, shape: tuple[int, ...], rows=(), n_added=0):
+        columns = [("observations", np.uint8, shape), ("actions", np.int32), ("rewards", np.float32)]
+        columns += [("terminals", bool), ("truncations", bool)]
+        self.rows = np.zeros(size + 1, columns)  # one more: the newest transition needs the observation that follows
+        if len(rows):
+            self.rows[: len(rows)] = rows  # of a checkpoint
+        self.size, self.n_added = size, int(n_added)
+
+    def add(self, observation, action, reward, terminal, truncation, next_observation) -> None:
+        row, next_row = self.n_added % len(self.rows), (self.n_added + 1) % len(self.rows)
+        self.rows[row] = observation, action, np.clip(reward, -1, 1), terminal, truncation
+        self.rows["observations"][next_row] = next_observation
+        self.n_added += 1
+
+    def sample(self, rng: np.random.Generator, batch_size: int) -> Batch:
+        steps = np.zeros(0, int)
+        while len(steps) < batch_size:
+            drawn = rng.integers(max(0, self.n_added - self.size), self.n_added, batch_size - len(steps))
+            # DIFFERS: a transition cut by the horizon is not sampled, as the reset has replaced the frame that follows.
+            steps = np.append(steps, drawn[~self.rows["truncations"][drawn % len(self.rows)]])
+        rows = self.rows[steps % len(self.rows)]
+        next_observations = self.rows["observations"][(steps + 1) % len(self.rows)]
+        return Batch(rows["observations"], rows["actions"], rows["rewards"], next_observations, rows["terminals"])
+
+    def saved(self) -> dict:
+        return {"rows": self.rows[: self.n_added + 1], "n_added": self.n_added}
+
+
+# ---- Network ---------------------------------------------------------------------------------------------------------
+def xavier_uniform(key: jax.Array, shape: tuple[int, ...], dtype: type) -> jax.Array:
+    """Drawn flat, since XLA needs up to ten times as long to compile a draw with four axes: 16 s at the start."""
+    fan_in, fan_out = (math.prod(shape[:-2]) * n for n in shape[-2:])
+    limit = math.sqrt(6 / (fan_in + fan_out))
+    return jax.random.uniform(key, (math.prod(shape),), dtype, -limit, limit).reshape(shape)
+
+
+class QNetwork(nn.Module):
+    features: tuple[int, ...]
+    n_actions: int
+
+    layers = {  # said in policy.npz, for those who run the network without JAX
+        "Conv_0": {"kind": "convolution", "stride": 1, "padding": "VALID"},
+        "Dense_0": {"kind": "dense"},
+        "Dense_1": {"kind": "dense"},
+    }
+
+    def setup(self):
+        n_channels, n_hidden = self.features
+        self.convolution = nn.Conv(n_channels, (3, 3), padding="VALID", kernel_init=xavier_uniform, name="Conv_0")
+        self.hidden = nn.Dense(n_hidden, kernel_init=xavier_uniform, name="Dense_0")
+        self.output = nn.Dense(self.n_actions, kernel_init=xavier_uniform, name="Dense_1")
+
+    # Two parts, as a population is fastest on a CPU if the torsos are a loop and the heads one batched product.
+    def torso(self, observations: jax.Array) -> jax.Array:
+        x = nn.relu(self.convolution(observations.astype(jnp.float32)))  # (batch, 8, 8, n_channels)
+        return x.reshape(len(x), -1)  # (batch, 64 * n_channels)
+
+    def head(self, x: jax.Array) -> jax.Array:
+        return self.output(nn.relu(self.hidden(x)))  # (batch, n_actions)
+
+    def __call__(self, observations: jax.Array) -> jax.Array:
+        return self.head(self.torso(observations))
+
+
+# ---- Pruning ---------------------------------------------------------------------------------------------------------
+def tensor_densities(tensors: list[np.ndarray], sparsity: float, distribution: str) -> np.ndarray:
+    """Share of its weights that each tensor keeps."""
+    sizes = np.array([x.size for x in tensors])
+    if distribution == "uniform":
+        return np.full(len(tensors), 1.0 - sparsity)
+    if distribution == "global":  # its share of the largest weights of the whole network
+        mask = magnitude_mask(np.concatenate([x.ravel() for x in tensors]), 1.0 - sparsity)
+        return np.array([part.mean() for part in np.split(mask, sizes.cumsum()[:-1])])
+    if distribution != "erk":
+        raise ValueError(f"unknown distribution {distribution!r}: choose uniform, erk or global")
+    # Erdos-Renyi-Kernel: density in proportion to sum(shape) / prod(shape), at most 1, and `sparsity` in total.
+    sums = np.array([sum(x.shape) for x in tensors])
+    dense = np.zeros(len(tensors), bool)
+    for _ in tensors:
+        scale = ((1.0 - sparsity) * sizes.sum() - sizes[dense].sum()) / max(sums[~dense].sum(), 1)
+        dense |= scale * sums > sizes
+    return np.where(dense, 1.0, scale * sums / sizes)
+
+
+def magnitude_mask(weights: np.ndarray, density: float) -> np.ndarray:
+    """Keep the largest magnitudes, at least one; of equal ones those that come first."""
+    n_kept = max(1, round(weights.size * density))
+    magnitudes = np.abs(weights).ravel()
+    threshold = np.partition(magnitudes, -n_kept)[-n_kept]
+    mask = magnitudes > threshold
+    mask[np.flatnonzero(magnitudes == threshold)[: n_kept - mask.sum()]] = True
+    return mask.reshape(weights.shape)
+
+
+def magnitude_masks(params, sparsity: float, distribution: str):
+    """Masks of one network (not of a stacked population), on the host: True is kept.
+
+    Only tensors with more than one axis are pruned, biases never.
+    """
+    if not 0 <= sparsity < 1:
+        raise ValueError(f"a sparsity is from 0 to less than 1, not {sparsity}")
+    leaves, structure = jax.tree.flatten(jax.device_get(params))
+    masks = [np.ones(x.shape, bool) for x in leaves]
+    prunable = [i for i, x in enumerate(leaves) if x.ndim > 1]
+    densities = tensor_densities([leaves[i] for i in prunable], sparsity, distribution)
+    for i, density in zip(prunable, densities):
+        masks[i] = magnitude_mask(leaves[i], density)
+    return jax.tree.unflatten(structure, masks)
+
+
+def sparsity_of(masks) -> float:
+    """Share of zeros among the weights of one network that can be pruned."""
+    prunable = [np.asarray(mask) for mask in jax.tree.leaves(masks) if mask.ndim > 1]
+    return float(1 - sum(mask.sum() for mask in prunable) / sum(mask.size for mask in prunable))
+
+
+def polynomial_sparsity(step: int, total_steps: int, final_sparsity, start, end, power) -> float:
+    """Eq. (2): from 0 at `start` to `final_sparsity` at `end`, both shares of `total_steps`."""
+    progress = (step - start * total_steps) / ((end - start) * total_steps or 1)
+    return final_sparsity * (1 - (1 - min(max(progress, 0.0), 1.0)) ** power)
+
+
+# ---- Agent state -----------------------------------------------------------------------------------------------------
+class AgentState(NamedTuple):
+    """All that learning changes."""
+
+    params: dict  # (...), pruned weights are exactly 0 [theta]
+    target_params: dict  # (...) [theta-bar]
+    opt_state: optax.OptState  # (...)
+    masks: dict  # (...) bool, False where a weight is pruned
+    sparsity: jax.Array  # (), of params [s_t]
+
+
+def make_optimizer(args: Args) -> optax.GradientTransformation:
+    return optax.adam(args.learning_rate, eps=args.adam_epsilon)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def init_agent(args: Args, network: QNetwork, key: jax.Array, observations: np.ndarray) -> AgentState:
+    params = network.init(key, observations)
+    return AgentState(
+        params=params,
+        target_params=jax.tree.map(jnp.copy, params),
+        opt_state=make_optimizer(args).init(params),
+        masks=jax.tree.map(lambda x: jnp.ones(x.shape, bool), params),
+        sparsity=jnp.zeros(()),
+    )
+
+
+# ---- Learning --------------------------------------------------------------------------------------------------------
+@jax.jit
+def is_finite(params) -> jax.Array:
+    """Whether all weights of a network are finite numbers."""
+    return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(params)]).all()
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def learn(args: Args, network: QNetwork, state: AgentState, batch: Batch) -> tuple[AgentState, dict]:
+    """Alg. 1, l. 8-11 for a single network: one gradient step of DQN, under the mask."""
+    next_values = network.apply(state.target_params, batch.next_observations).max(axis=1)  # (batch,)
+    targets = batch.rewards + args.gamma * (1 - batch.terminals) * next_values  # l. 8
+
+    def td_loss(params):
+        all_q_values = network.apply(params, batch.observations)  # (batch, n_actions)
+        q_values = all_q_values[jnp.arange(len(targets)), batch.actions]  # (batch,)
+        # DIFFERS: the mean over the batch; the paper's algorithms write the sum.
+        return jnp.mean((targets - q_values) ** 2), q_values.mean()
+
+    (loss, q_value), grads = jax.value_and_grad(td_loss, has_aux=True)(state.params)  # l. 10
+    updates, opt_state = make_optimizer(args).update(grads, state.opt_state)  # l. 11
+    params = optax.apply_updates(state.params, updates)
+    params = jax.tree.map(jnp.multiply, params, state.masks)  # what was pruned stays pruned
+
+    return state._replace(params=params, opt_state=opt_state), {"losses/td_loss": loss, "losses/q_values": q_value}
+
+
+def prune(args: Args, state: AgentState, step: int) -> AgentState:
+    """The mask for the sparsity of Eq. (2). The optimizer goes on as it is."""
+    schedule = args.final_sparsity, args.pruning_start, args.pruning_end, args.pruning_power
+    sparsity = polynomial_sparsity(step, args.total_timesteps, *schedule)
+    masks = magnitude_masks(state.params, sparsity, args.sparsity_distribution)
+    params = jax.tree.map(jnp.multiply, state.params, masks)
+    return state._replace(params=params, masks=masks, sparsity=np.float32(sparsity))
+
+
+# ---- Acting ----------------------------------------------------------------------------------------------------------
+@functools.partial(jax.jit, static_argnums=0)
+def greedy_actions(network: QNetwork, params, observations: np.ndarray) -> jax.Array:
+    return network.apply(params, observations).argmax(axis=1)
+
+
+# ---- Training --------------------------------------------------------------------------------------------------------
+def train(args: Args) -> Path:
+    args = load_args(args) if args.resume else args
+    check_args(args)
+    args = dataclasses.replace(args, env_id=canonical_name(args.env_id))
+    rng = np.random.default_rng(args.seed)
+    env = MinAtarEnv(args.env_id, args.horizon)
+    shape = env.game.state_shape()  # (10, 10, n_channels)
+    network = QNetwork(args.features, len(env.action_set))
+    state = init_agent(args, network, jax.random.key(args.seed), np.zeros((1, *shape), np.uint8))  # Alg. 1, l. 1
+    with contextlib.closing(Run(args, rng)) as run:
+        episode = Episode(seed=rng.integers(2**30))
+        saved = run.restore(state=state, memory=GridMemory.EMPTY, episode=episode.saved())  # in a new run as given
+        state, metrics, episode = saved["state"], saved["metrics"], Episode(**saved["episode"])
+        memory = GridMemory(min(args.buffer_size, args.total_timesteps), shape, **saved["memory"])
+        observation = episode.replay(env)
+        for step in run.steps(args.learning_starts):  # l. 2
+            epsilon = np.interp(step, (0, args.epsilon_duration), (1, args.epsilon_end))
+            if rng.random() < epsilon:  # l. 4
+                action = rng.integers(network.n_actions)
+            else:
+                action = greedy_actions(network, state.params, observation[None])
+            # DIFFERS: an update samples before the newest transition is added, as the environment runs meanwhile.
+            if step > args.learning_starts and step % args.gradient_period == 0:  # l. 6
+                batch = memory.sample(rng, args.batch_size)  # l. 7
+                state, metrics = learn(args, network, state, batch)  # l. 8-11, goes on while the next lines run
+            action = action.item()  # waits for the action, not for the update after it
+            next_observation, reward, terminal, truncation, _ = env.step(action)
+            episode.add(action, reward)
+            if terminal or truncation:
+                run.log({"charts/episodic_return": episode.score, "charts/episodic_length": len(episode.actions)})
+                episode = Episode(seed=rng.integers(2**30))
+                next_observation = episode.replay(env)
+            memory.add(observation, action, reward, terminal, truncation, next_observation)  # l. 5
+            observation = next_observation
+
+            if step % args.target_period == 0:  # l. 12
+                if not is_finite(state.params):
+                    fail(f"the network has diverged by step {step}; try a lower --learning-rate")
+                state = state._replace(target_params=jax.tree.map(jnp.copy, state.params))  # l. 13
+                run.log({"sparsity/target": state.sparsity})
+            if step % args.pruning_period == 0:  # after the target update: in DistillDQN the target is not yet pruned
+                state = prune(args, state, step)
+                run.log({"sparsity/network": state.sparsity})
+
+            if step % LOG_PERIOD == 0:
+                run.log({"charts/epsilon": epsilon, **metrics})
+            if run.save_is_due():
+                checkpoint = {"state": state, "memory": memory.saved(), "episode": episode.saved()}
+                run.save({"target": state.target_params}, {"target": network.layers}, checkpoint, metrics)
+        if step // args.target_period * args.target_period <= args.learning_starts:
+            print("The policy is an untrained network: no target update came after a gradient step")
+    return run.folder
+
+
+# ---- Run: folder, curves, progress bar, checkpoint, policy file ------------------------------------------------------
+def arrays_by_name(tree) -> dict:
+    """`{"state/params/params/Conv_0/kernel": ..., ...}`"""
+    leaves = jax.tree.leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
+
+
+def write_npz(path: Path, about: dict, tree, save=np.savez) -> None:
+    """The tree's arrays by name, and `about` as JSON: there as a whole or not at all, even if the power fails."""
+    arrays, temporary = arrays_by_name(jax.device_get(tree)), Path(f"{path}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            save(file, about=json.dumps(about | {"arrays": list(arrays)}, default=float), **arrays)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)  # if the disk was full
+
+
+def read_npz(path: Path) -> tuple[dict, dict]:
+    try:
+        with open(path, "rb") as file, np.load(file) as arrays:
+            if arrays.zip.testzip():  # the first member with a wrong checksum: np.load does not look at all bytes
+                raise ValueError
+            about = json.loads(str(arrays["about"]))
+            return about, {name: arrays[name] for name in about["arrays"]}  # damage can hide an array of a zip file
+    except Exception:  # damage has a dozen kinds
+        fail(f"{path} is damaged")
+
+
+class Run:
+    """A run as a person sees it: its folder, its curves, its progress. Ctrl-C and SIGTERM end it after a step."""
+
+    def __init__(self, args: Args, rng: np.random.Generator):
+        name = f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{time.time():.3f}"
+        self.args, self.rng, self.folder = args, rng, args.resume or args.runs_dir / name
+        self.step, self.stop_signal, self.stopped, self.handlers, self.shown = 0, None, False, {}, {}
+        self.lock = filelock.FileLock(self.folder / "in_use.lock")  # makes the folder, too
+        try:
+            self.lock.acquire(blocking=False)
+        except filelock.Timeout:
+            fail(f"another process is at work on {self.folder}")
+        if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
+            self.handlers = {x: signal.signal(x, self.interrupt) for x in (signal.SIGINT, signal.SIGTERM)}
+        if not args.resume:
+            (self.folder / "args.json").write_text(json.dumps(vars(args), indent=2, default=str))
+
+    def interrupt(self, signum: int, _) -> None:
+        if self.stop_signal and signum == signal.SIGINT:  # a second Ctrl-C does not wait for the end of the step
+            sys.exit(128 + signum)
+        self.stop_signal = signum
+
+    def restore(self, **fresh) -> dict:
+        """What `save` was given, by name, and the metrics; in a new run what is given here. Curves are cut back."""
+        if not self.args.resume:
+            return fresh | {"metrics": {}}
+        path, expected = self.folder / "checkpoint.npz", arrays_by_name(fresh)
+        about, arrays = read_npz(path)
+        fixed = [name for name in expected if name.startswith("state/")]  # the others grow
+        if arrays.keys() != expected.keys() or any(arrays[x].shape != expected[x].shape for x in fixed):
+            fail(f"{path} is of another version of this script")
+        newer = {curves.name: 0 for curves in self.folder.glob("events*")}
+        for name, size in (newer | about["files"]).items():
+            os.truncate(self.folder / name, size)  # an error if it is missing
+        self.step, self.rng.bit_generator.state = about["step"], about["rng"]
+        saved = jax.tree.unflatten(jax.tree.structure(fresh), [arrays[name] for name in expected])
+        return saved | {"state": jax.device_put(saved["state"]), "metrics": about["metrics"]}
+
+    def steps(self, learning_starts: int = 0, stride: int = 1):
+        """Counts the steps, until the last one or until a signal has come."""
+        print(
+            f"Run folder {self.folder}, on the {jax.default_backend().upper()}, after {self.step:,} steps", flush=True
+        )
+        total = self.args.total_timesteps
+        timed_from = max(self.step, learning_starts) + 100  # by then updates run, and have compiled
+        look = {"mininterval": 0.5, "dynamic_ncols": True}
+        if not sys.stdout.isatty():  # a line every half minute
+            line = "{n:,}/{total:,} steps, {rate_fmt}, {remaining} left{postfix}\n"
+            look = {"mininterval": 30, "maxinterval": 60, "bar_format": line}
+        bar = tqdm(total=total, initial=self.step, unit=" steps", file=sys.stdout, **look)
+        with contextlib.closing(EventFileWriter(str(self.folder))) as self.writer, bar as self.bar:
+            while self.step < total and not self.stopped:
+                self.step += stride
+                yield self.step
+                self.bar.update(stride)
+                if self.step <= timed_from:
+                    start = time.perf_counter()
+                elif self.step % LOG_PERIOD == 0:
+                    self.log({"charts/SPS": (self.step - timed_from) / (time.perf_counter() - start)})
+        self.finish()
+
+    def log(self, scalars: dict) -> None:
+        """A number gives one curve, a vector gives `tag_0`, `tag_1`, ..."""
+        for tag, value in scalars.items():
+            for k, x in enumerate(np.ravel(value)):
+                point = Summary.Value(tag=f"{tag}_{k}" if np.ndim(value) else tag, simple_value=x)
+                self.writer.add_event(Event(wall_time=time.time(), step=self.step, summary=Summary(value=[point])))
+            if tag in SHOWN:
+                self.shown[SHOWN[tag]] = f"{np.mean(value):.4g}"
+        self.bar.set_postfix(self.shown, refresh=False)
+
+    def save_is_due(self) -> bool:
+        total, period = self.args.total_timesteps, self.args.checkpoint_period or math.inf
+        return self.step % period == 0 or self.step == total or self.stop_signal is not None
+
+    def save(self, policy: dict, layers: dict, checkpoint: dict, metrics: dict) -> None:
+        """The networks that play, and what it takes to go on as if the run had never stopped."""
+        policy = jax.tree.map(lambda x: np.asarray(x) + 0, policy)  # -0 becomes 0: then the file is smaller
+        if not all(np.isfinite(x).all() for x in jax.tree.leaves(policy)):
+            fail(f"the networks have diverged by step {self.step}; try a lower --learning-rate")
+        if self.args.checkpoint_period and self.step < self.args.total_timesteps:
+            self.writer.flush()
+            files = {}
+            for path in (*self.folder.glob("events*"), *self.folder.glob("replay")):
+                with open(path, "rb+") as file:
+                    os.fsync(file.fileno())
+                files[path.name] = path.stat().st_size
+            about = {"step": self.step, "rng": self.rng.bit_generator.state, "files": files, "metrics": metrics}
+            write_npz(self.folder / "checkpoint.npz", about, checkpoint)
+        self.kept = jax.tree.map(lambda x: x != 0, policy)
+        about = {"script": Path(__file__).stem, "args": json.loads((self.folder / "args.json").read_text())}
+        about |= {"step": self.step, "layers": layers, "sparsity": {x: sparsity_of(self.kept[x]) for x in policy}}
+        write_npz(self.folder / "policy.npz", about, policy, np.savez_compressed)
+        self.stopped = self.stop_signal is not None and self.step < self.args.total_timesteps
+
+    def finish(self) -> None:
+        """The last words. What a finished run no longer needs goes."""
+        weights = np.concatenate([x.ravel() for x in jax.tree.leaves(self.kept) if x.ndim > 1])
+        end = "Interrupted" if self.stopped else "Finished"
+        print(f"{end} after {self.step:,} steps, with {weights.sum():,} of {weights.size:,} weights")
+        if self.stopped and self.args.checkpoint_period:
+            print(shlex.join(["python", os.path.relpath(__file__), "--resume", str(self.folder)]))
+        player = Path(__file__).with_name("play_policy.py")
+        if player.exists():
+            print(shlex.join(["python", os.path.relpath(player), str(self.folder)]))
+        print(shlex.join(["tensorboard", "--logdir", str(self.folder.parent)]), flush=True)
+        if not self.stopped:
+            for name in ("checkpoint.npz", "replay", "in_use.lock"):
+                (self.folder / name).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self.lock.release()
+        for signum, handler in self.handlers.items():
+            signal.signal(signum, handler)  # the caller's own
+        if self.step == 0 and not self.args.resume:  # the run could not start
+            shutil.rmtree(self.folder)
+        elif not (self.folder / "checkpoint.npz").exists():  # nothing goes on from these 8.8 GB
+            (self.folder / "replay").unlink(missing_ok=True)
+        if self.stopped:
+            sys.exit(128 + self.stop_signal)
+
+
+def main(args: Args, given: tuple[str, ...] = ()) -> None:
+    if args.resume and sum(x.startswith("--") for x in given) > 1:  # a flag's default is another flag, too
+        fail("--resume goes on with the run's own flags: leave out all others")
+    try:
+        train(args)
+    except (OSError, MemoryError, json.JSONDecodeError) as error:  # a missing file, a full disk, too little memory
+        fail(str(error))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__), tuple(sys.argv[1:]))
