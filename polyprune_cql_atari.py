@@ -24,7 +24,6 @@ import shlex
 import shutil
 import signal
 import sys
-import threading
 import time
 import typing
 from concurrent.futures import ThreadPoolExecutor
@@ -112,8 +111,6 @@ def flag(name: str) -> str:
 def load_args(args: Args) -> Args:
     """With --resume, the flags of that run."""
     folder = args.resume
-    if args != Args(resume=folder):
-        fail("--resume goes on with the run's own flags: leave out all others")
     if not (folder / "args.json").exists():
         fail(f"{folder} is not the folder of a run")
     flags = json.loads((folder / "args.json").read_text())
@@ -411,12 +408,6 @@ def init_agent(args: Args, network: QNetwork, key: jax.Array) -> AgentState:
 
 
 # ---- Learning --------------------------------------------------------------------------------------------------------
-@jax.jit
-def is_finite(params) -> jax.Array:
-    """Whether all weights of a network are finite numbers."""
-    return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(params)]).all()
-
-
 def learn(args: Args, network: QNetwork, state: AgentState, batch: Batch) -> tuple[AgentState, dict]:
     """Alg. 1, l. 8-11 for a single network: one gradient step of CQL, under the mask."""
     next_values = network.apply(state.target_params, batch.next_observations).max(axis=1)  # (batch,)
@@ -505,7 +496,7 @@ def train(args: Args) -> Path:
             state, metrics = learn_many(args, network, state, batches)  # l. 8-11
 
             if step % args.target_period == 0:  # l. 12
-                if not is_finite(state.params):
+                if not np.isfinite(optax.global_norm(state.params)):
                     fail(f"the network has diverged by step {step}; try a lower --learning-rate")
                 run.log({"sparsity/target": state.sparsity, "losses/cumulated": state.cumulated_loss})
                 target_params = jax.tree.map(jnp.copy, state.params)
@@ -530,15 +521,19 @@ def train(args: Args) -> Path:
 
 
 # ---- Run: folder, curves, progress bar, checkpoint, policy file ------------------------------------------------------
+LINES = {"bar_format": "{n:,}/{total:,} steps, {rate_fmt}, {remaining} left{postfix}\n"}  # where there is no terminal
+LINES |= {"mininterval": 30, "maxinterval": 60}  # seconds
+
+
 def arrays_by_name(tree) -> dict:
     """`{"state/params/params/Conv_0/kernel": ..., ...}`"""
-    leaves = jax.tree.leaves_with_path(tree)
+    leaves = jax.tree.leaves_with_path(jax.device_get(tree))
     return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
 
 
 def write_npz(path: Path, about: dict, tree, save=np.savez) -> None:
     """The tree's arrays by name, and `about` as JSON: there as a whole or not at all, even if the power fails."""
-    arrays, temporary = arrays_by_name(jax.device_get(tree)), Path(f"{path}.tmp")
+    arrays, temporary = arrays_by_name(tree), Path(f"{path}.tmp")
     try:
         with open(temporary, "wb") as file:
             save(file, about=json.dumps(about | {"arrays": list(arrays)}, default=float), **arrays)
@@ -568,11 +563,8 @@ class Run:
         self.args, self.rng, self.folder = args, rng, args.resume or args.runs_dir / name
         self.step, self.stop_signal, self.stopped, self.handlers, self.shown = 0, None, False, {}, {}
         self.lock = filelock.FileLock(self.folder / "in_use.lock")  # makes the folder, too
-        try:
-            self.lock.acquire(blocking=False)
-        except filelock.Timeout:
-            fail(f"another process is at work on {self.folder}")
-        if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
+        self.lock.acquire(blocking=False)
+        with contextlib.suppress(ValueError):  # outside the main thread Python allows no handlers
             self.handlers = {x: signal.signal(x, self.interrupt) for x in (signal.SIGINT, signal.SIGTERM)}
         if not args.resume:
             (self.folder / "args.json").write_text(json.dumps(vars(args), indent=2, default=str))
@@ -600,16 +592,11 @@ class Run:
 
     def steps(self, learning_starts: int = 0, stride: int = 1):
         """Counts the steps, until the last one or until a signal has come."""
-        print(
-            f"Run folder {self.folder}, on the {jax.default_backend().upper()}, after {self.step:,} steps", flush=True
-        )
-        total = self.args.total_timesteps
+        device = jax.default_backend().upper()
+        print(f"Run folder {self.folder}, on the {device}, after {self.step:,} steps", flush=True)
         timed_from = max(self.step, learning_starts) + 100  # by then updates run, and have compiled
-        look = {"mininterval": 0.5, "dynamic_ncols": True}
-        if not sys.stdout.isatty():  # a line every half minute
-            line = "{n:,}/{total:,} steps, {rate_fmt}, {remaining} left{postfix}\n"
-            look = {"mininterval": 30, "maxinterval": 60, "bar_format": line}
-        bar = tqdm(total=total, initial=self.step, unit=" steps", file=sys.stdout, **look)
+        total, look = self.args.total_timesteps, {} if sys.stdout.isatty() else LINES
+        bar = tqdm(total=total, initial=self.step, unit=" steps", file=sys.stdout, dynamic_ncols=True, **look)
         with contextlib.closing(EventFileWriter(str(self.folder))) as self.writer, bar as self.bar:
             while self.step < total and not self.stopped:
                 self.step += stride
@@ -623,12 +610,13 @@ class Run:
 
     def log(self, scalars: dict) -> None:
         """A number gives one curve, a vector gives `tag_0`, `tag_1`, ..."""
+        points = []
         for tag, value in scalars.items():
-            for k, x in enumerate(np.ravel(value)):
-                point = Summary.Value(tag=f"{tag}_{k}" if np.ndim(value) else tag, simple_value=x)
-                self.writer.add_event(Event(wall_time=time.time(), step=self.step, summary=Summary(value=[point])))
+            names = [f"{tag}_{k}" for k in range(len(value))] if np.ndim(value) else [tag]
+            points += [Summary.Value(tag=name, simple_value=x) for name, x in zip(names, np.ravel(value))]
             if tag in SHOWN:
                 self.shown[SHOWN[tag]] = f"{np.mean(value):.4g}"
+        self.writer.add_event(Event(wall_time=time.time(), step=self.step, summary=Summary(value=points)))
         self.bar.set_postfix(self.shown, refresh=False)
 
     def save_is_due(self) -> bool:
@@ -637,8 +625,8 @@ class Run:
 
     def save(self, policy: dict, layers: dict, checkpoint: dict, metrics: dict) -> None:
         """The networks that play, and what it takes to go on as if the run had never stopped."""
-        policy = jax.tree.map(lambda x: np.asarray(x) + 0, policy)  # -0 becomes 0: then the file is smaller
-        if not all(np.isfinite(x).all() for x in jax.tree.leaves(policy)):
+        self.policy = jax.tree.map(lambda x: np.asarray(x) + 0, policy)  # -0 becomes 0: then the file is smaller
+        if not np.isfinite(optax.global_norm(self.policy)):
             fail(f"the networks have diverged by step {self.step}; try a lower --learning-rate")
         if self.args.checkpoint_period and self.step < self.args.total_timesteps:
             self.writer.flush()
@@ -649,17 +637,17 @@ class Run:
                 files[path.name] = path.stat().st_size
             about = {"step": self.step, "rng": self.rng.bit_generator.state, "files": files, "metrics": metrics}
             write_npz(self.folder / "checkpoint.npz", about, checkpoint)
-        self.kept = jax.tree.map(lambda x: x != 0, policy)
         about = {"script": Path(__file__).stem, "args": json.loads((self.folder / "args.json").read_text())}
-        about |= {"step": self.step, "layers": layers, "sparsity": {x: sparsity_of(self.kept[x]) for x in policy}}
-        write_npz(self.folder / "policy.npz", about, policy, np.savez_compressed)
+        sparsity = {name: sparsity_of(jax.tree.map(np.bool_, network)) for name, network in self.policy.items()}
+        about |= {"step": self.step, "layers": layers, "sparsity": sparsity}
+        write_npz(self.folder / "policy.npz", about, self.policy, np.savez_compressed)
         self.stopped = self.stop_signal is not None and self.step < self.args.total_timesteps
 
     def finish(self) -> None:
         """The last words. What a finished run no longer needs goes."""
-        weights = np.concatenate([x.ravel() for x in jax.tree.leaves(self.kept) if x.ndim > 1])
-        end = "Interrupted" if self.stopped else "Finished"
-        print(f"{end} after {self.step:,} steps, with {weights.sum():,} of {weights.size:,} weights")
+        weights = np.concatenate([x.ravel() for x in jax.tree.leaves(self.policy) if x.ndim > 1])
+        end, n_kept = "Interrupted" if self.stopped else "Finished", np.count_nonzero(weights)
+        print(f"{end} after {self.step:,} steps, with {n_kept:,} of {weights.size:,} weights")
         if self.stopped and self.args.checkpoint_period:
             print(shlex.join(["python", os.path.relpath(__file__), "--resume", str(self.folder)]))
         player = Path(__file__).with_name("play_policy.py")
@@ -667,7 +655,7 @@ class Run:
             print(shlex.join(["python", os.path.relpath(player), str(self.folder)]))
         print(shlex.join(["tensorboard", "--logdir", str(self.folder.parent)]), flush=True)
         if not self.stopped:
-            for name in ("checkpoint.npz", "replay", "in_use.lock"):
+            for name in ("checkpoint.npz", "in_use.lock"):
                 (self.folder / name).unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -676,20 +664,22 @@ class Run:
             signal.signal(signum, handler)  # the caller's own
         if self.step == 0 and not self.args.resume:  # the run could not start
             shutil.rmtree(self.folder)
-        elif not (self.folder / "checkpoint.npz").exists():  # nothing goes on from these 8.8 GB
+        elif not (self.folder / "checkpoint.npz").exists():  # then nothing goes on from the frames
             (self.folder / "replay").unlink(missing_ok=True)
         if self.stopped:
             sys.exit(128 + self.stop_signal)
 
 
-def main(args: Args, given: tuple[str, ...] = ()) -> None:
-    if args.resume and sum(x.startswith("--") for x in given) > 1:  # a flag's default is another flag, too
+def main(args: Args) -> None:
+    if args.resume and sum(x.startswith("--") for x in sys.argv) > 1:
         fail("--resume goes on with the run's own flags: leave out all others")
     try:
         train(args)
+    except filelock.Timeout:
+        fail(f"another process is at work on {args.resume}")
     except (OSError, MemoryError, json.JSONDecodeError) as error:  # a missing file, a full disk, too little memory
         fail(str(error))
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__), tuple(sys.argv[1:]))
+    main(tyro.cli(Args, description=__doc__))
