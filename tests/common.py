@@ -9,6 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from eaudedqn_atari import Batch
 
+LIMIT = 600  # seconds: it ends a hang, and is far above what a busy machine needs
 TINY = (2, 3, 3, 4)  # features of a network that is quick to compile and to run
 
 

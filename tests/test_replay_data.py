@@ -91,6 +91,7 @@ def test_files_without_a_whole_transition_are_never_all_there_is(seed, tmp_path)
 def test_each_batch_comes_from_one_file_and_epochs_bring_others(tmp_path):
     for number in range(7):
         write_file(tmp_path, number, [(np.zeros((84, 84)), number, 0.0, False)] * 10)
+    (tmp_path / "$store$_action_ckpt.0 (1).gz").touch()  # as browsers call a second download
     data = ReplayData(Args(dataset_dir=tmp_path, files_in_memory=3), np.random.default_rng(0), n_actions=7)
     previous = set()
     for _ in range(10):

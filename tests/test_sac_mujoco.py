@@ -12,7 +12,7 @@ import gymnasium
 import jax
 import numpy as np
 import pytest
-from common import assert_trees_equal, final_weights, record_calls, run_script, scalars
+from common import LIMIT, assert_trees_equal, final_weights, record_calls, run_script, scalars
 from mujoco_probe import Probe
 from reference import actor_gradients, adam, critic_gradients, critic_values, policy, sac_targets
 
@@ -508,7 +508,7 @@ def test_the_target_of_a_copy_follows_its_mask_softly():
 
 
 def test_polyprune_masks_each_critic_by_its_own_weights():
-    args, _, _, before = tiny_agent(polyprune, total_timesteps=10_000)
+    args, _, _, before = tiny_agent(polyprune, total_timesteps=10_000, sparsity_distribution="uniform")
     after = jax.device_get(polyprune.prune_critics(args, before, 5_000))
     assert after.sparsity == pytest.approx(0.95 * 0.875)
     for i in range(2):
@@ -823,7 +823,7 @@ def test_ctrl_c_ends_the_run_cleanly(tmp_path):
             if line.startswith("Run folder"):
                 break
         process.send_signal(signal.SIGINT)
-        output, errors = process.communicate(timeout=100)
+        output, errors = process.communicate(timeout=LIMIT)
     assert (process.returncode, errors) == (130, "")
     assert "Interrupted after" in output
 
