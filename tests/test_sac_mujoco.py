@@ -558,14 +558,17 @@ def test_steps_of_learning_pruning_and_evaluation_come_in_their_periods(script, 
     monkeypatch.setattr(script, "LOG_PERIOD", 20)
     curves = scalars(script.train(script.Args(**short, policy_delay=3)))
     _, critic_noise, actor_noise, *choices = zip(*draws)
-    noise, choices = np.concatenate([critic_noise, np.array(actor_noise)[:, None]], axis=1), [np.array(x) for x in choices]
+    noise, choices = (
+        np.concatenate([critic_noise, np.array(actor_noise)[:, None]], axis=1),
+        [np.array(x) for x in choices],
+    )
     assert noise.shape == (60, 2, 8, 2)  # updates, utd + 1, batch, actions
     assert len(np.unique(noise[:, :, 0, 0])) == 120  # each update has random numbers of its own, for critics and actor
     assert noise.mean() == pytest.approx(0, abs=0.1)
     assert noise.std() == pytest.approx(1, abs=0.1)
     for x in choices:
-        assert len(np.unique(x)) == x.size == 120
-        np.testing.assert_allclose(np.sort(x.ravel()), np.linspace(0, 1, 120), atol=0.15)  # uniform
+        assert len(np.unique(x)) == np.size(x) == 120
+        np.testing.assert_allclose(np.sort(x, axis=None), np.linspace(0, 1, 120), atol=0.15)  # uniform
     assert [step for step, _ in curves["losses/actor_loss"]] == [60, 80, 100]  # those of the last actor step
     expected = []
     for step in range(1, 101):
@@ -846,7 +849,10 @@ def test_ctrl_c_ends_the_run_cleanly(tmp_path):
         (dict(pruning_period=0), "--pruning-period must be from 1 to inf, not 0"),
         (dict(actor_final_sparsity=1.2), "--actor-final-sparsity must be from 0 to 0.999, not 1.2"),
         (dict(pruning_start=0.5, pruning_end=0.4), "--pruning-end must be from 0.5 to 1"),
-        (dict(total_timesteps=500), "--learning-starts must be from 1 to 500, the value of --total-timesteps, not 5000"),
+        (
+            dict(total_timesteps=500),
+            "--learning-starts must be from 1 to 500, the value of --total-timesteps",
+        ),
     ],
 )
 def test_wrong_input_gets_one_message_and_leaves_nothing(script, flags, message, tmp_path, capsys, monkeypatch):

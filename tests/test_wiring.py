@@ -368,6 +368,7 @@ def test_the_state_goes_through_the_algorithm_and_what_is_saved_and_evaluated_is
                 state, updated = state if updated else update_target(seen, state), True
             given = call.inputs
             if call.name in LEARN:
+                assert given["args"] == args
                 assert_trees_equal(given["state"], state)
                 state = call.result[0]
                 idx = lowest(state.cumulated_losses) if seen.mujoco and seen.population else idx
