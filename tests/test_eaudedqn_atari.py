@@ -18,7 +18,6 @@ from common import LIMIT, TINY, assert_trees_equal, final_weights, random_batch,
 from reference import adam, dqn_loss, dqn_targets, finite_difference, q_values
 
 import eaudedqn_atari as script
-import polyprune_dqn_atari
 from eaudedqn_atari import Args, QNetwork
 
 
@@ -334,21 +333,6 @@ def test_seeds_decide_everything(catch):
     assert curves == curves_again
     assert all((x != y).any() for x, y in zip(jax.tree.leaves(first), jax.tree.leaves(other)))
     assert curves["charts/episodic_return"] != other_curves["charts/episodic_return"]
-
-
-@pytest.mark.parametrize("script", [script, polyprune_dqn_atari], ids=["eaudedqn", "polyprune_dqn"])
-def test_the_seed_reaches_the_first_weights_and_the_game(script, monkeypatch, tmp_path):
-    starts, resets, init_agent, reset = [], [], script.init_agent, CatchEnv.reset
-    monkeypatch.setattr(script, "make_env", lambda env_id, n_envs, horizon: CatchEnv(n_envs))
-    monkeypatch.setattr(script, "init_agent", lambda *inputs: starts.append(init_agent(*inputs)) or init_agent(*inputs))
-    monkeypatch.setattr(CatchEnv, "reset", lambda env, seed: resets.append(seed) or reset(env, seed))
-    for seed in (3, 4):
-        script.train(script.Args(runs_dir=tmp_path, features=TINY, learning_starts=40, total_timesteps=41, seed=seed))
-    first, other = resets[:7], resets[7:]  # 41 steps are 6 whole episodes
-    assert len(set(first)) == len(set(other)) == 7  # every episode has a seed of its own
-    assert not set(first) & set(other)
-    kernels = [start.params["params"]["Dense_0"]["kernel"] for start in starts]
-    assert (kernels[0] != kernels[1]).all()
 
 
 def test_run_stops_with_a_message_when_all_networks_diverge(catch, monkeypatch, capsys):

@@ -332,28 +332,6 @@ def record(script, monkeypatch, names):
     return calls, memories
 
 
-@SCRIPTS
-def test_the_memory_gets_what_happened_with_clipped_rewards_and_returns_are_not_clipped(script, paying, monkeypatch):
-    flags, envs = paying
-    _, memories = record(script, monkeypatch, [])
-    curves = scalars(script.train(script.Args(**flags, total_timesteps=100, buffer_size=1_000, epsilon_duration=1)))
-    (env,), (memory,) = envs, memories
-    assert memory.n_added == len(env.steps) == 100
-    assert memory.size == 100  # no longer than the run
-    for row, (observation, action, _, terminal, truncation, next_observation) in enumerate(env.steps):
-        found = memory.rows[row]
-        assert (found["actions"], found["rewards"]) == (action, 1)
-        assert (found["terminals"], found["truncations"]) == (terminal, truncation)
-        assert number_of(found["observations"]) == number_of(observation)
-        assert number_of(memory.rows["observations"][row + 1]) == number_of(next_observation)
-    ends = [step for step, x in enumerate(env.steps, 1) if x[3] or x[4]]
-    lengths = np.diff([0, *ends])
-    assert set(lengths) == {4, 7}
-    assert curves["charts/episodic_return"] == [(step, 5 * length) for step, length in zip(ends, lengths)]
-    assert curves["charts/episodic_length"] == [(step, length) for step, length in zip(ends, lengths)]
-    assert len(set(env.seeds)) == len(env.seeds) == len(ends) + 1  # an episode has a seed of its own
-
-
 def test_train_is_algorithm_1(paying, monkeypatch):
     script, (flags, _) = eaudedqn_minatar, paying
     calls, _ = record(script, monkeypatch, ["learn", "prune_copies"])
@@ -478,21 +456,6 @@ def check_actions(script, flags, envs, name, monkeypatch):
             assert_trees_equal(acting.inputs[1], learning.after.params)  # those that learn, not the target's
     others = [x[1] for step, x in enumerate(envs[0].steps, 1) if step not in greedy]
     assert set(others) == {0, 1, 2}
-
-
-@SCRIPTS
-def test_the_seed_reaches_the_first_weights_and_the_game(script, paying, monkeypatch):
-    (flags, envs), starts, init_agent = paying, [], script.init_agent
-    monkeypatch.setattr(script, "init_agent", lambda *inputs: starts.append(init_agent(*inputs)) or starts[-1])
-    for seed in (3, 3, 4):
-        script.train(script.Args(**flags, seed=seed, total_timesteps=40))
-    first, again, other = (jax.device_get(state.params["params"]["Dense_0"]["kernel"]) for state in starts)
-    assert (first == again).all()
-    assert (first != other).all()
-    assert envs[0].seeds == envs[1].seeds
-    assert not set(envs[0].seeds) & set(envs[2].seeds)
-    actions = [[x[1] for x in env.steps] for env in envs]
-    assert actions[0] == actions[1] != actions[2]
 
 
 @SCRIPTS

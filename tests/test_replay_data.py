@@ -127,8 +127,8 @@ ROWS = logged_rows(60, seed=0)[0]
 @pytest.mark.parametrize(
     ("prepare", "message"),
     [
-        (lambda f: truncate(f), "$store$_observation_ckpt.0.gz cannot be used: Compressed file ended"),
-        (lambda f: spoil(f), "$store$_reward_ckpt.0.gz cannot be used: Not a gzipped file"),
+        (lambda f: truncate(f), "$store$_observation_ckpt.0.gz cannot be used: "),
+        (lambda f: spoil(f), "$store$_reward_ckpt.0.gz cannot be used: "),
         (lambda f: (f / "$store$_terminal_ckpt.0.gz").unlink(), "No such file or directory: "),
         (
             lambda f: write_file(f, 0, ROWS, action=np.zeros(60, np.int64)),

@@ -42,16 +42,17 @@ class Paying:
     alike, but for their pictures. `steps` are (picture, action, reward, terminal, truncation, next picture)."""
 
     def __init__(self, n_envs=1):
-        self.n_envs, self.numbers, self.n_episodes, self.steps, self.actions = n_envs, itertools.count(1), 0, [], []
+        self.n_envs, self.numbers, self.seeds, self.steps, self.actions = n_envs, itertools.count(1), [], [], []
 
-    def start(self):
-        self.n_episodes, self.n_steps = self.n_episodes + 1, 0
+    def start(self, seed):
+        self.seeds.append(seed)
+        self.n_steps = 0
         self.seen = [next(self.numbers) for _ in range(self.n_envs)]
 
     def advance(self, actions):
         before, reward = self.seen[0], PAYS[self.n_steps % 3]
         self.n_steps += 1
-        terminal, truncation = self.n_steps == 7, self.n_steps == 4 and self.n_episodes % 2 == 0
+        terminal, truncation = self.n_steps == 7, self.n_steps == 4 and len(self.seeds) % 2 == 0
         self.seen = [next(self.numbers) for _ in range(self.n_envs)]
         self.steps.append((before, int(actions[0]), reward, terminal, truncation, self.seen[0]))
         self.actions.append(np.array(actions))
@@ -64,7 +65,7 @@ class PayingAtari(Paying):
     single_action_space = Discrete(N_ACTIONS)
 
     def reset(self, seed):
-        self.start()
+        self.start(seed)
         self.stack = np.zeros((self.n_envs, 4, 84, 84), np.uint8)
         return self.observe(), {}
 
@@ -91,7 +92,7 @@ class PayingGrid(Paying):
         return [10, 10, 4]
 
     def reset(self, seed):
-        self.start()
+        self.start(seed)
         return picture(self.seen[0], 10, 10, 4), {}
 
     def step(self, action):
@@ -498,6 +499,8 @@ def test_returns_are_those_of_the_game(seen):
         lengths = [(end, end - start) for start, end in itertools.pairwise(ends)]
         assert seen.curves["charts/episodic_length"] == lengths
         assert seen.curves["charts/episodic_return"] == [(end, scores[length]) for end, length in lengths]
+        seeds = seen.of("make_env")[0].result.unwrapped.seeds if seen.mujoco else seen.envs[0].seeds
+        assert len(set(seeds)) == len(seeds) == len(lengths) + 1  # each episode has its own
     if seen.offline or seen.mujoco:
         steps = sorted({call.step for call in seen.of(*EVALUATE)})
         score = 5 * PAYS[0] if seen.mujoco else 9.5
