@@ -342,6 +342,9 @@ def test_a_run_has_one_process(run, capsys, monkeypatch):
     monkeypatch.setattr(script.Run, "save_is_due", resume_as_well)
     script.train(script.Args(resume=run))
     assert refused == [(2, f"error: another process is at work on {run}\n")]
+    refused.clear()
+    new = script.train(script.Args(runs_dir=run, **PONG))  # before its first checkpoint, too
+    assert refused == [(2, f"error: another process is at work on {new}\n")]
 
 
 def test_a_finished_run_says_so_and_stays_as_it_is(run, capsys):

@@ -515,6 +515,8 @@ def test_each_epoch_has_other_files(seen):
 def test_what_is_played_is_what_was_chosen_for_what_was_seen(seen):
     if seen.offline or seen.mujoco:
         return
+    if seen.population:
+        assert seen.given("behaviour_actions", "idx") == {0, 1, 2, 3}
     for call in seen.of(*ACT):
         before, action, *_ = seen.envs[0].steps[call.step - 1]
         (observation,) = call.inputs["observations"]
