@@ -347,8 +347,33 @@ def test_every_flag_reaches_what_it_names(seen):
 
 
 # ---- What is learned, saved and evaluated ----------------------------------------------------------------------------
-def lowest(losses):
-    return losses.argmin(axis=-1)
+def walk(seen):
+    """Each call, with the state that the algorithm has by then: `learn` and `prune` change it, the target update that
+    comes between them, the reset of the cumulated losses after a tournament, and nothing else."""
+    state = seen.of("init_agent")[0].result
+    period = seen.args.total_timesteps + 1 if seen.mujoco else seen.args.target_period
+    next_update = period
+    for call in seen.calls:
+        after_update = call.name in (*PRUNE, *EVALUATE, "write_npz") or (seen.offline and call.name in ACT)
+        while call.step > next_update or (call.step == next_update and after_update):
+            state, next_update = update_target(seen, state), next_update + period
+        yield call, state
+        if call.name in LEARN:
+            state, _ = call.result
+        elif call.name in PRUNE:
+            state = call.result
+            if "parents" in call.inputs:
+                state = state._replace(cumulated_losses=0 * state.cumulated_losses)
+
+
+def update_target(seen, state):
+    """Alg. 1, l. 13, if a gradient step came before."""
+    if seen.population:
+        best = state.cumulated_losses.argmin()
+        new = seen.script.network_at(state.params, best)
+        return state._replace(target_params=new) if state.cumulated_losses.any() else state
+    fresh = {"cumulated_loss": 0 * state.cumulated_loss} if hasattr(state, "cumulated_loss") else {}
+    return state._replace(target_params=state.params, **fresh)
 
 
 def pair(seen, params, idx):
@@ -357,92 +382,74 @@ def pair(seen, params, idx):
     return {f"critic_{i}": jax.tree.map(lambda x, i=i: x[at[i]], params) for i in range(2)}
 
 
-def test_the_state_goes_through_the_algorithm_and_what_is_saved_and_evaluated_is_its_agent(seen):
-    """Call by call, the state is that of the algorithm. It changes in `learn` and `prune`, by the target update between
-    them, and by the reset of the cumulated losses after it, and nowhere else."""
-    state, args, n_evaluations, policy, idx = seen.of("init_agent")[0].result, seen.args, 0, None, np.zeros(2, int)
-    first = state
-    for step in range(1, args.total_timesteps + 1):
-        updated = seen.mujoco or step % args.target_period != 0
-        for call in [call for call in seen.calls if call.step == step]:
-            if call.name in PRUNE + EVALUATE + ("write_npz",) or (seen.offline and call.name in ACT):
-                state, updated = state if updated else update_target(seen, state), True
-            given = call.inputs
-            if call.name in LEARN:
-                assert given["args"] == args
-                assert_trees_equal(given["state"], state)
-                state = call.result[0]
-                idx = lowest(state.cumulated_losses) if seen.mujoco and seen.population else idx
-            elif call.name in PRUNE:
-                assert (given["step"], given["args"]) == (step, args)
-                assert_trees_equal(given["state"], state)
-                state = call.result
-                if "parents" in given:
-                    tournaments = [x for x in seen.of("select_population") if x.step == step]
-                    np.testing.assert_array_equal(given["parents"], np.squeeze([x.result for x in tournaments]))
-                    np.testing.assert_array_equal(
-                        np.squeeze([x.inputs["losses"] for x in tournaments]), given["state"].cumulated_losses
-                    )
-                    state = state._replace(cumulated_losses=0 * state.cumulated_losses)
-            elif call.name == "network_probabilities":
-                np.testing.assert_array_equal(given["losses"], state.cumulated_losses)
-            elif call.name in ACT:
-                plays = state.actor_params if seen.mujoco else state.target_params if seen.offline else state.params
-                assert_trees_equal(given["params"], plays)
-            elif call.name in EVALUATE:
-                assert_trees_equal(given["params"], state.actor_params if seen.mujoco else state.target_params)
-                n_evaluations += 1
-            elif call.name == "write_npz" and given["path"].name == "checkpoint.npz":
-                assert_trees_equal(given["tree"]["state"], state)
-            elif call.name == "write_npz":
-                if seen.mujoco:
-                    policy = {"actor": state.actor_params} | pair(seen, state.params, idx)
-                else:
-                    policy = {"target": state.target_params}
-                assert given["about"]["step"] == step
-                assert_trees_equal(given["tree"], policy)
-        state = state if updated else update_target(seen, state)
-    about, arrays = seen.script.read_npz(seen.folder / "policy.npz")
-    assert (about["step"], about["script"]) == (args.total_timesteps, seen.script.__name__)
-    assert_trees_equal(arrays, {name: x + 0 for name, x in seen.script.arrays_by_name(policy).items()})
-    assert n_evaluations == (5 if seen.offline else 6 if seen.mujoco else 0)
-
-    # A run in which another network would have been the same proves nothing.
-    if seen.mujoco:
-        assert idx.any() or not seen.population
-        assert differs(policy["actor"], first.actor_params)
-        assert differs(policy["critic_0"], pair(seen, state.target_params, idx)["critic_0"])
-    else:
-        others = networks(seen, state.params) + networks(seen, first.params) + [first.target_params]
-        assert all(differs(policy["target"], x) for x in others)
-
-
-def update_target(seen, state):
-    """Alg. 1, l. 13, if a gradient step came before."""
-    if not seen.population:
-        fresh = {"cumulated_loss": 0 * state.cumulated_loss} if hasattr(state, "cumulated_loss") else {}
-        return state._replace(target_params=state.params, **fresh)
-    if not state.cumulated_losses.any():
-        return state
-    return state._replace(target_params=seen.script.network_at(state.params, lowest(state.cumulated_losses)))
-
-
-def networks(seen, params):
-    return [seen.script.network_at(params, k) for k in range(seen.args.n_networks)] if seen.population else [params]
-
-
 def differs(left, right):
     return any((x != y).any() for x, y in zip(jax.tree.leaves(left), jax.tree.leaves(right)))
+
+
+def test_each_call_is_given_the_state_of_the_algorithm(seen):
+    for call, state in walk(seen):
+        given = call.inputs
+        if call.name in LEARN + PRUNE:
+            assert given["args"] == seen.args
+            assert given.get("step", call.step) == call.step
+            assert_trees_equal(given["state"], state)
+        if "parents" in given:
+            tournaments = [x for x in seen.of("select_population") if x.step == call.step]
+            np.testing.assert_array_equal(given["parents"], np.squeeze([x.result for x in tournaments]))
+            losses = np.squeeze([x.inputs["losses"] for x in tournaments])
+            np.testing.assert_array_equal(losses, state.cumulated_losses)
+        if call.name == "network_probabilities":
+            np.testing.assert_array_equal(given["losses"], state.cumulated_losses)
+        if call.name == "write_npz" and given["path"].name == "checkpoint.npz":
+            assert_trees_equal(given["tree"]["state"], state)
+
+
+def test_networks_that_learn_act_and_the_agent_is_evaluated(seen):
+    n_evaluations = 0
+    for call, state in walk(seen):
+        if call.name in ACT + EVALUATE:
+            plays = state.actor_params if seen.mujoco else state.target_params if seen.offline else state.params
+            assert_trees_equal(call.inputs["params"], plays)
+        n_evaluations += call.name in EVALUATE
+    assert n_evaluations == (5 if seen.offline else 6 if seen.mujoco else 0)
+
+
+def test_what_is_saved_is_the_agent(seen):
+    """The target; on MuJoCo the actor and of each critic the network with the lowest loss, as it learns."""
+    idx, steps, policy = [0, 0], [], None
+    for call, state in walk(seen):
+        if call.name in LEARN and seen.mujoco and seen.population:
+            idx = call.result[0].cumulated_losses.argmin(axis=1)
+        if call.name == "write_npz" and call.inputs["path"].name == "policy.npz":
+            actor = {"actor": state.actor_params} if seen.mujoco else {"target": state.target_params}
+            policy = actor | (pair(seen, state.params, idx) if seen.mujoco else {})
+            assert_trees_equal(call.inputs["tree"], policy)
+            steps.append(call.inputs["about"]["step"])
+    assert steps == [35, 70, 105, 140, 150]
+    about, arrays = seen.script.read_npz(seen.folder / "policy.npz")
+    assert (about["step"], about["script"]) == (150, seen.script.__name__)
+    assert_trees_equal(arrays, {name: x + 0 for name, x in seen.script.arrays_by_name(policy).items()})
+
+    # A run in which another network is the same would prove nothing.
+    first = seen.of("init_agent")[0].result
+    if seen.mujoco:
+        assert np.any(idx) == seen.population
+        others = [pair(seen, state.target_params, idx), pair(seen, first.params, idx)]
+        assert all(differs(policy["critic_0"], x["critic_0"]) for x in others)
+        assert differs(policy["actor"], first.actor_params)
+    else:
+        networks = range(seen.args.n_networks) if seen.population else [slice(None)]
+        others = [jax.tree.map(lambda x, k=k: x[k], x) for x in (state.params, first.params) for k in networks]
+        assert all(differs(policy["target"], x) for x in others)
 
 
 # ---- What comes from the world ---------------------------------------------------------------------------------------
 def files_by_epoch(seen):
     """The numbers of the files that the batches of each epoch came from."""
-    numbers = [{} for _ in range(seen.args.total_timesteps // seen.args.epoch_steps)]
+    epochs = [set() for _ in range(seen.args.total_timesteps // seen.args.epoch_steps)]
     for step, batch in batches(seen):
-        for frames in batch.frames:
-            numbers[(step - 1) // seen.args.epoch_steps][number_of(frames[3]) // 100] = True
-    return [tuple(sorted(x)) for x in numbers]
+        epochs[(step - 1) // seen.args.epoch_steps] |= {number_of(frames[3]) // 100 for frames in batch.frames}
+    return epochs
 
 
 def transition_of(seen, batch, i):
@@ -509,7 +516,7 @@ def test_returns_are_those_of_the_game(seen):
 
 def test_each_epoch_has_other_files(seen):
     if seen.offline:
-        assert all(not {*files} & {*others} for files, others in itertools.pairwise(files_by_epoch(seen)))
+        assert all(not files & others for files, others in itertools.pairwise(files_by_epoch(seen)))
 
 
 def test_what_is_played_is_what_was_chosen_for_what_was_seen(seen):
