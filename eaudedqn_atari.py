@@ -109,7 +109,7 @@ def load_args(args: Args) -> Args:
     if not (folder / "args.json").exists():
         fail(f"{folder} is not the folder of a run")
     flags = json.loads((folder / "args.json").read_text())
-    differing = flags.keys() ^ vars(args).keys()
+    differing = sorted(flags.keys() ^ vars(args).keys())
     if differing:
         fail(f"{folder} is a run of another script or version, with other flags: {', '.join(map(flag, differing))}")
     if not (folder / "checkpoint.npz").exists():
