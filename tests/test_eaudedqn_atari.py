@@ -251,34 +251,6 @@ def test_the_tiny_game_is_learned_while_sparsity_grows(catch):
     assert max(values[-1][1] for tag, values in curves.items() if tag.startswith("sparsity/network")) <= 1
 
 
-def test_gradient_steps_and_target_updates_come_in_their_periods(catch, monkeypatch):
-    calls = record_calls(script, monkeypatch, ["learn", "prune_copies"])
-    catch |= dict(features=TINY, learning_starts=40, target_period=20, gradient_period=4)
-    curves = scalars(script.train(Args(**catch, total_timesteps=100)))
-    expected = []
-    for step in range(41, 101):
-        expected += [("learn", step - 1)] if step % 4 == 0 else []  # the transition in flight is not yet in the memory
-        expected += [("prune_copies", step)] if step % 20 == 0 else []
-    assert [(name, step) for name, step, *_ in calls] == expected
-    for name, step, before, after in calls:
-        if name == "learn" and step % 20 == 3:
-            assert not before.cumulated_losses.any()  # L was reset
-        if name == "learn":
-            assert_trees_equal(after.target_params, before.target_params)  # a copy that learning does not touch
-        if name == "prune_copies":
-            best = before.cumulated_losses.argmin()  # the target has become the network with the lowest loss
-            assert before.cumulated_losses.min() > 0
-            assert_trees_equal(before.target_params, script.network_at(before.params, best))
-            assert after.sparsities[best] == before.sparsities[best]
-            assert dict(curves["sparsity/target"])[step] == before.sparsities[best]
-            parents = [dict(curves[f"population/parent_{k}"])[step] for k in range(len(before.sparsities))]
-            for k, parent in enumerate(map(int, parents)):
-                assert (after.opt_state[0].count[k] == 0) == (k != parent)  # only copies start a new Adam
-                assert (after.sparsities[k] > before.sparsities[parent]) == (k != parent)
-    assert max(calls[-1][3].sparsities) > 0
-    assert [step for step, _ in curves["losses/cumulated_0"]] == [60, 80, 100]
-
-
 def test_no_target_update_before_the_first_gradient_step(catch, monkeypatch):
     calls = record_calls(script, monkeypatch, ["learn", "prune_copies"])
     catch |= dict(features=TINY, learning_starts=41, target_period=6, gradient_period=4)

@@ -429,6 +429,10 @@ def test_what_is_saved_is_the_agent(seen):
     about, arrays = seen.script.read_npz(seen.folder / "policy.npz")
     assert (about["step"], about["script"]) == (150, seen.script.__name__)
     assert_trees_equal(arrays, {name: x + 0 for name, x in seen.script.arrays_by_name(policy).items()})
+    for name, network in policy.items():
+        kernels = [x for x in jax.tree.leaves(network) if x.ndim > 1]
+        assert about["sparsity"][name] == pytest.approx(np.mean(np.concatenate([x.ravel() for x in kernels]) == 0))
+        assert about["layers"][name].keys() == network["params"].keys()
 
     # A run in which another network is the same would prove nothing.
     first = seen.of("init_agent")[0].result
@@ -441,6 +445,38 @@ def test_what_is_saved_is_the_agent(seen):
         networks = range(seen.args.n_networks) if seen.population else [slice(None)]
         others = [jax.tree.map(lambda x, k=k: x[k], x) for x in (state.params, first.params) for k in networks]
         assert all(differs(policy["target"], x) for x in others)
+
+
+def expected_curves(seen):
+    """Of the networks: (step, tag, value) or, if each network has a curve, (step, tag, values)."""
+    for call, state in walk(seen):
+        if "parents" in call.inputs and not seen.mujoco:
+            best = state.cumulated_losses.argmin()
+            yield call.step, "sparsity/target", state.sparsities[best]
+            yield call.step, "sparsity/network", state.sparsities
+            yield call.step, "losses/cumulated", state.cumulated_losses
+            yield call.step, "population/parent", call.inputs["parents"]
+        elif "parents" in call.inputs:
+            for i in range(2):
+                yield call.step, f"sparsity/critic_{i}/network", state.sparsities[i]
+                yield call.step, f"losses/critic_{i}/cumulated", state.cumulated_losses[i]
+            best = state.cumulated_losses.argmin(axis=1)
+            yield call.step, "sparsity/target", state.sparsities[[0, 1], best].mean()
+        elif call.name in ("prune", "prune_critics"):
+            yield call.step, "sparsity/target" if seen.mujoco else "sparsity/network", call.result.sparsity
+        elif call.name == "learn_many" and not seen.population and call.step % seen.args.target_period == 0:
+            yield call.step, "sparsity/target", state.sparsity
+            yield call.step, "losses/cumulated", call.result[0].cumulated_loss
+
+
+def test_curves_show_the_networks(seen):
+    expected = {}
+    for step, tag, values in expected_curves(seen):
+        for k, value in enumerate(np.ravel(values)):
+            expected.setdefault(f"{tag}_{k}" if np.ndim(values) else tag, []).append((step, pytest.approx(value)))
+    assert len(expected) > 0
+    for tag, points in expected.items():
+        assert seen.curves[tag] == points
 
 
 # ---- What comes from the world ---------------------------------------------------------------------------------------
