@@ -29,6 +29,11 @@ def assert_trees_equal(left, right):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(left), jax.device_get(right))
 
 
+def at(tree, idx):
+    """What is at `idx` in all tensors: one network of a population."""
+    return jax.tree.map(lambda x: x[idx], tree)
+
+
 def final_weights(run):
     """By name, of the policy that a run has left."""
     with np.load(run / "policy.npz") as arrays:

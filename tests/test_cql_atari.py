@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 from catch import Catch, CatchEnv
-from common import TINY, assert_trees_equal, final_weights, random_batch, run_script, scalars
+from common import TINY, assert_trees_equal, at, final_weights, random_batch, run_script, scalars
 from reference import adam, cql_loss, dqn_targets, finite_difference
 from test_replay_data import PADDING, write_file
 
@@ -47,7 +47,7 @@ def tiny_agent(script, **flags):
 
 def networks_of(script, state):
     params = jax.device_get(state.params)
-    return [params] if script is polyprune_cql_atari else [script.network_at(params, k) for k in range(5)]
+    return [params] if script is polyprune_cql_atari else [at(params, k) for k in range(5)]
 
 
 @BOTH

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 from catch import CatchEnv
-from common import LIMIT, TINY, assert_trees_equal, final_weights, random_batch, record_calls, run_script, scalars
+from common import LIMIT, TINY, assert_trees_equal, at, final_weights, random_batch, record_calls, run_script, scalars
 from reference import adam, dqn_loss, dqn_targets, finite_difference, q_values
 
 import eaudedqn_atari as script
@@ -27,7 +27,7 @@ def tiny_agent(seed=0, **flags):
     network = QNetwork(args.features, 3)
     state = jax.device_get(script.init_agent(args, network, jax.random.key(seed)))
     sparsities = np.linspace(0, 0.6, args.n_networks).astype(np.float32)
-    masks = [script.magnitude_masks(script.network_at(state.params, k), s, "uniform") for k, s in enumerate(sparsities)]
+    masks = [script.magnitude_masks(at(state.params, k), s, "uniform") for k, s in enumerate(sparsities)]
     masks = jax.tree.map(lambda *x: np.stack(x), *masks)
     params = jax.tree.map(np.multiply, state.params, masks)
     return args, network, jax.device_put(state._replace(params=params, masks=masks, sparsities=sparsities))
@@ -61,7 +61,7 @@ def test_networks_start_independently_from_xavier_uniform_kernels():
         limit = np.sqrt(6 / (fan_in + fan_out))
         assert 0.9 * limit < np.abs(kernels).max() <= limit
         assert len(np.unique(kernels[:, 0].reshape(5, -1)[:, 0])) == 5
-    assert_trees_equal(state.target_params, script.network_at(state.params, 0))
+    assert_trees_equal(state.target_params, at(state.params, 0))
 
 
 @pytest.mark.parametrize("env_id", ["MsPacman", "ALE/MsPacman-v5", "mspacman", "ms_pacman", "MsPacmanNoFrameskip-v4"])
@@ -93,8 +93,8 @@ def test_update_agrees_with_finite_differences_for_all_networks():
     targets = [dqn_targets(target, batch, 0.9) for batch in batches]
     n_checked = 0
     for k in range(3):
-        networks = [script.network_at(s.params, k) for s in before]
-        masks = script.network_at(before[0].masks, k)
+        networks = [at(s.params, k) for s in before]
+        masks = at(before[0].masks, k)
         losses = [dqn_loss(*x) for x in zip(networks, batches, targets)]
         assert before[2].cumulated_losses[k] == pytest.approx(sum(losses), rel=1e-4)
         for layer, name in [(layer, name) for layer in networks[0]["params"] for name in ("kernel", "bias")]:
@@ -113,7 +113,7 @@ def test_update_agrees_with_finite_differences_for_all_networks():
                     assert values[i + 1] == pytest.approx((values[i] + change) * kept, abs=3e-4)
                 n_checked += any(gradients)
     assert n_checked > 60
-    losses = [dqn_loss(script.network_at(before[1].params, k), batches[1], targets[1]) for k in range(3)]
+    losses = [dqn_loss(at(before[1].params, k), batches[1], targets[1]) for k in range(3)]
     assert metrics["losses/td_loss"] == pytest.approx(np.mean(losses), rel=1e-4)
 
 
@@ -154,9 +154,7 @@ def test_a_diverged_network_has_infinite_loss_and_leaves_the_others_alone():
     broken, _ = script.learn(args, network, broken, random_batch(np.random.default_rng(0)))
     others = [0, 1, 3, 4]
     assert broken.cumulated_losses[2] == np.inf
-    assert_trees_equal(
-        script.network_at(broken.params, np.array(others)), script.network_at(healthy.params, np.array(others))
-    )
+    assert_trees_equal(at(broken.params, np.array(others)), at(healthy.params, np.array(others)))
     parents = script.select_population(np.random.default_rng(0), broken.cumulated_losses, 3)
     assert 2 not in parents
     replaced = script.prune_copies(args, np.random.default_rng(0), broken, parents, 8_000)
@@ -184,21 +182,19 @@ def test_copies_are_pruned_with_new_optimizers_and_survivors_are_untouched(distr
 
     for k in (1, 2, 3):
         for field in ("params", "opt_state", "masks"):
-            assert_trees_equal(
-                script.network_at(getattr(state, field), k), script.network_at(getattr(before, field), k)
-            )
+            assert_trees_equal(at(getattr(state, field), k), at(getattr(before, field), k))
         assert state.sparsities[k] == before.sparsities[k]
         assert state.opt_state[0].count[k] == 3
-    parent, rng = script.network_at(before.params, 1), np.random.default_rng(5)
+    parent, rng = at(before.params, 1), np.random.default_rng(5)
     for k in (0, 4):
         sparsity = script.next_sparsity(before.sparsities[1], rng.uniform(0, 3), 400, 500, 1_000, 0.5)
         assert sparsity > before.sparsities[1]
         assert state.sparsities[k] == pytest.approx(sparsity)
-        masks = script.network_at(state.masks, k)
+        masks = at(state.masks, k)
         assert_trees_equal(masks, script.magnitude_masks(parent, sparsity, distribution))
-        assert_trees_equal(script.network_at(state.params, k), jax.tree.map(np.multiply, parent, masks))
+        assert_trees_equal(at(state.params, k), jax.tree.map(np.multiply, parent, masks))
         fresh = script.make_optimizer(args).init(parent)
-        assert_trees_equal(script.network_at(state.opt_state, k), fresh)
+        assert_trees_equal(at(state.opt_state, k), fresh)
     assert state.sparsities[0] != state.sparsities[4]  # each copy has its own draw
     assert_trees_equal(state.target_params, before.target_params)
 
@@ -211,8 +207,8 @@ def test_pruned_weights_never_return_over_generations():
         state = script.prune_copies(args, rng, state, parents, step)
         state, _ = script.learn(args, network, state, random_batch(rng))
         for k, parent in enumerate(parents):
-            masks = script.network_at(jax.device_get(state.masks), k)
-            regrown = jax.tree.map(lambda new, old: (new & ~old).any(), masks, script.network_at(before.masks, parent))
+            masks = at(jax.device_get(state.masks), k)
+            regrown = jax.tree.map(lambda new, old: (new & ~old).any(), masks, at(before.masks, parent))
             assert not any(jax.tree.leaves(regrown))
             assert script.sparsity_of(masks) == pytest.approx(float(state.sparsities[k]), abs=0.02)
     assert min(state.sparsities) > 0.5
@@ -222,7 +218,7 @@ def test_the_behaviour_network_chooses_the_action():
     _, network, state = tiny_agent()
     observations = np.random.default_rng(0).integers(0, 256, (1, 4, 84, 84), dtype=np.uint8)
     actions = [int(script.behaviour_actions(network, state.params, k, observations)[0]) for k in range(5)]
-    networks = [script.network_at(jax.device_get(state.params), k) for k in range(5)]
+    networks = [at(jax.device_get(state.params), k) for k in range(5)]
     assert actions == [q_values(params, observations)[0].argmax() for params in networks]
     assert len(set(actions)) > 1
 

@@ -535,7 +535,8 @@ def test_a_disk_without_room_is_said_at_the_start(script, tmp_path, monkeypatch,
         script.train(script.Args(runs_dir=tmp_path, **flags))
     assert exit_info.value.code == 2
     message = capsys.readouterr().err
-    assert "replay needs 7,761.6 GB" in message
+    assert message.startswith(f"error: {tmp_path}/Pong__")
+    assert " needs 7,761.6 GB: " in message
     for flag in ("--buffer-size", "--checkpoint-period"):
         assert flag in message
     assert message.count("\n") == 1

@@ -12,7 +12,7 @@ import gymnasium
 import jax
 import numpy as np
 import pytest
-from common import LIMIT, assert_trees_equal, final_weights, record_calls, run_script, scalars
+from common import LIMIT, assert_trees_equal, at, final_weights, record_calls, run_script, scalars
 from mujoco_probe import Probe
 from reference import actor_gradients, adam, critic_gradients, critic_values, policy, sac_targets
 
@@ -81,10 +81,6 @@ def drawn_networks(losses, choices):
         weights = 1 / x
         drawn.append(int(np.searchsorted(np.cumsum(weights / weights.sum()), choice, side="right")))
     return drawn
-
-
-def at(tree, idx):
-    return jax.tree.map(lambda x: x[idx], tree)
 
 
 def assert_close(left, right, tolerance):

@@ -16,7 +16,7 @@ import mujoco_probe
 import numpy as np
 import optax
 import pytest
-from common import assert_trees_equal, scalars
+from common import assert_trees_equal, at, scalars
 from gymnasium.spaces import Discrete
 from test_replay_data import PADDING, write_file
 
@@ -257,10 +257,10 @@ def batches(seen):
     found = []
     for call in seen.of(*LEARN):
         if "batch" in call.inputs:
-            stacked = jax.tree.map(lambda x: x[None], call.inputs["batch"])
+            stacked = at(call.inputs["batch"], None)
         else:
             stacked = call.inputs["draws"].batches if seen.mujoco else call.inputs["batches"]
-        found += [(call.step, jax.tree.map(lambda x, i=i: x[i], stacked)) for i in range(len(stacked.actions))]
+        found += [(call.step, at(stacked, i)) for i in range(len(stacked.actions))]
     return found
 
 
@@ -370,7 +370,7 @@ def update_target(seen, state):
     """Alg. 1, l. 13, if a gradient step came before."""
     if seen.population:
         best = state.cumulated_losses.argmin()
-        new = seen.script.network_at(state.params, best)
+        new = at(state.params, best)
         return state._replace(target_params=new) if state.cumulated_losses.any() else state
     fresh = {"cumulated_loss": 0 * state.cumulated_loss} if hasattr(state, "cumulated_loss") else {}
     return state._replace(target_params=state.params, **fresh)
@@ -378,8 +378,8 @@ def update_target(seen, state):
 
 def pair(seen, params, idx):
     """A network of each of the two critics."""
-    at = [(i, idx[i]) if seen.population else i for i in range(2)]
-    return {f"critic_{i}": jax.tree.map(lambda x, i=i: x[at[i]], params) for i in range(2)}
+    places = [(i, idx[i]) if seen.population else i for i in range(2)]
+    return {f"critic_{i}": at(params, places[i]) for i in range(2)}
 
 
 def differs(left, right):
@@ -443,7 +443,7 @@ def test_what_is_saved_is_the_agent(seen):
         assert differs(policy["actor"], first.actor_params)
     else:
         networks = range(seen.args.n_networks) if seen.population else [slice(None)]
-        others = [jax.tree.map(lambda x, k=k: x[k], x) for x in (state.params, first.params) for k in networks]
+        others = [at(x, k) for x in (state.params, first.params) for k in networks]
         assert all(differs(policy["target"], x) for x in others)
 
 
