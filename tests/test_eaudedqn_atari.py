@@ -165,7 +165,8 @@ def test_a_diverged_network_has_infinite_loss_and_leaves_the_others_alone():
 
 
 def learned_population():
-    args, network, state = tiny_agent(target_period=100, total_timesteps=1_000, max_speed=0.5, learning_starts=50)
+    flags = dict(target_period=100, total_timesteps=1_000, max_speed=0.5, sparsity_distribution="uniform")
+    args, network, state = tiny_agent(**flags)
     rng = np.random.default_rng(0)
     for _ in range(3):
         state, _ = script.learn(args, network, state, random_batch(rng))
