@@ -22,7 +22,7 @@ SCRIPTS = sorted(path for path in ROOT.glob("*.py") if re.match("eaude|polyprune
 README = (ROOT / "README.md").read_text()
 
 # Names that stand for different things in different scripts; all others have the same text wherever they appear.
-OF_A_WORLD = {"canonical_name", "make_env", "check_disk", "Batch", "QNetwork", "population_q_values"}
+OF_A_WORLD = {"canonical_name", "make_env", "Batch", "QNetwork", "population_q_values"}
 OF_AN_ALGORITHM = {"AgentState", "Draws", "learn_critics", "learn"}
 OF_BOTH = {"Args", "init_agent", "train"}
 
