@@ -564,6 +564,6 @@ def test_the_room_is_taken_on_file_systems_that_cannot_do_that_at_once(tmp_path,
 @pytest.mark.parametrize("script", [eaudesac_mujoco, polyprune_sac_mujoco], ids=["eaudesac", "polyprune_sac"])
 def test_a_memory_that_is_too_large_is_said(script, tmp_path, capsys):
     with pytest.raises(SystemExit) as exit_info:
-        script.main(script.Args(env_id="Hopper", buffer_size=10**13, runs_dir=tmp_path))
+        script.main(script.Args(env_id="Hopper", buffer_size=10**13, total_timesteps=10**13, runs_dir=tmp_path))
     assert exit_info.value.code == 2
     assert re.fullmatch("error: .+\n", capsys.readouterr().err)
