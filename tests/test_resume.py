@@ -88,7 +88,8 @@ def run_until_the_end(folder, script, name, strikes):
     assert (result.returncode, result.stderr) == (0, "")
     (run,) = (folder / name).iterdir()
     assert (", after 0 steps\n" in result.stdout) == (not strikes)
-    return run, re.findall(" 00:00 left, (.*)", result.stdout)[-1], saved
+    shown = re.findall(" 00:00 left, (.*)", result.stdout)[-1].split(", ")
+    return run, sorted(shown), saved  # in the order in which they came up since the start, or since the run goes on
 
 
 def assert_same_files(left, right, but=()):
