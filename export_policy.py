@@ -365,7 +365,7 @@ RELU = Template("""\
 """)
 
 MAIN = Template("""\
-/* Reads observations from standard input, each $n_inputs numbers in text, and prints the $n_outputs Q-values of each in a line.
+/* Reads observations from standard input, $n_inputs numbers each, and prints the $output of each in a line.
 
        $command
 */
@@ -517,13 +517,14 @@ def plan(layers: list[PlanarLayer]) -> tuple[list[tuple[str, str, str]], dict[st
     return calls, sizes
 
 
-def costs_of(layers: list[PlanarLayer], choose=best_arrays) -> dict[str, int]:
-    """Weights that are not zero, and bytes. `choose` gives the constants of a layer."""
-    pieces = sum(piece_length(layer) for layer in layers if layer.stride)
+def costs_of(layers: list[PlanarLayer], sparse: bool = True) -> dict[str, int]:
+    """Weights that are written, and bytes."""
+    arrays = [best_arrays(layer) if sparse else arrays_of(layer, sparse=False) for layer in layers]
+    sums = sum(piece_length(layer) for layer in layers if layer.stride)  # of the function of a convolution
     return {
-        "weights": sum(np.count_nonzero(layer.kernel) for layer in layers),
-        "flash": sum(count_bytes(choose(layer)) for layer in layers),
-        "ram": 4 * (sum(plan(layers)[1].values()) + pieces),
+        "weights": sum(np.count_nonzero(x.kernel) if sparse else x.kernel.size for x in layers),
+        "flash": sum(map(count_bytes, arrays)),
+        "ram": 4 * (sum(plan(layers)[1].values()) + sums),
     }
 
 
@@ -567,7 +568,7 @@ def main_text(args: Args, network: dict, layers: list[PlanarLayer]) -> str:
 
 # ---- ONNX ------------------------------------------------------------------------------------------------------------
 def onnx_bytes(network: dict, layers: list[PlanarLayer]) -> bytes:
-    """Observations of a batch as the environment gives them; out come `q_values`, or on MuJoCo `action`, from -1 to 1."""
+    """Takes a batch of observations as the environment gives them; out come `q_values`, or `action`, from -1 to 1."""
     import onnx.checker
     from onnx import TensorProto, helper, numpy_helper
 
@@ -607,9 +608,11 @@ def onnx_bytes(network: dict, layers: list[PlanarLayer]) -> bytes:
 # ---- Main ------------------------------------------------------------------------------------------------------------
 def print_costs(n_bytes: int, layers: list[PlanarLayer], dense_layers: list[PlanarLayer]) -> None:
     """Of the header, and of one for the same network if it had not been pruned."""
-    here, dense = costs_of(layers), costs_of(dense_layers, lambda layer: arrays_of(layer, sparse=False))
+    here, dense = costs_of(layers), costs_of(dense_layers, sparse=False)
     sample = array_text("", np.concatenate([layer.kernel[layer.kernel != 0][:1_000] for layer in layers]))
-    n_dense_bytes = round(dense["flash"] / 4 * len(sample) / (sample.count(",") + 1), -3)  # each number takes four bytes
+    n_dense_bytes = round(
+        dense["flash"] / 4 * len(sample) / (sample.count(",") + 1), -3
+    )  # each number takes four bytes
     print(f"{'The header':20}{'as it is':>14}{'dense':>14}")
     print(f"{'Bytes in the file':20}{n_bytes:14,}{f'about {n_dense_bytes:,.0f}':>18}")
     for name, key in (("Bytes of flash", "flash"), ("Bytes of RAM", "ram"), ("Non-zero weights", "weights")):
