@@ -61,7 +61,9 @@ def check_args(args: Args) -> None:
     if args.main and not args.c:
         fail("--main is written around a header: give --c policy.h, too")
     if not re.fullmatch("[A-Za-z][A-Za-z0-9_]*", args.name):
-        fail(f"--name {args.name} is no name in C: give letters, digits and _, with a letter first")
+        fail(f"--name {args.name!r} is no name in C: give letters, digits and _, with a letter first")
+    if args.main and re.search(r'["\\\n]', args.c.as_posix()):
+        fail(f"--c {str(args.c)!r} cannot be included: choose a path without quotes and backslashes")
     if args.onnx and not importlib.util.find_spec("onnx"):
         fail("--onnx needs a package: pip install onnx")
     policy = args.path / "policy.npz" if args.path.is_dir() else args.path
@@ -221,7 +223,8 @@ def planar_layers(path: Path, network: dict, drop_idle: bool = True) -> list[Pla
     params = drop_idle_units(params, names) if drop_idle else params
     n_pixels, n_channels = {"atari": FRAME[0], "minatar": GRID, "mujoco": 0}[world], 0
     for name in names:
-        kernel, bias = (params[name][x].astype(np.float32) for x in ("kernel", "bias"))
+        with np.errstate(over="ignore"):
+            kernel, bias = (params[name][x].astype(np.float32) for x in ("kernel", "bias"))
         if not np.isfinite(kernel).all() or not np.isfinite(bias).all():
             fail(f"layer {name} of {path} has weights that are not finite")
         if kernel.ndim == 4:

@@ -137,7 +137,7 @@ SMALL = {
 }
 PAPER = {
     "atari, 512": lambda: q_network(0.95, (32, 64, 64, 512)),
-    "atari, 2048": lambda: q_network(0.95, (32, 64, 64, 2048), 18),
+    "atari, 2048": lambda: q_network(0.99, (32, 64, 64, 2048), 18),
     "minatar, 512": lambda: grid_network(0.5, (16, 512)),
     "minatar, 32": lambda: grid_network(0.0, (16, 32)),
     "mujoco, 256-256": lambda: actor_network(0.9, (256, 256), 17, 6),
@@ -334,7 +334,7 @@ def test_the_size_that_a_dense_header_would_have_is_nearly_that_of_one(tmp_path,
     export_c(policy_of(tmp_path / "policy.npz", SMALL["minatar"](0.0)))
     row = re.search(r"Bytes in the file +(\S+) +about (\S+)", capsys.readouterr().out)
     here, dense = (int(x.replace(",", "")) for x in row.groups())
-    assert dense == pytest.approx(here, rel=0.02)
+    assert dense == pytest.approx(here, rel=0.05)
 
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.1, 0.5, 0.95])
@@ -387,16 +387,15 @@ def test_without_onnx_the_message_says_what_to_install(tmp_path, capsys, monkeyp
         (dict(main=Path("a.c")), "--main is written around a header: give --c policy.h, too"),
         (
             dict(c=Path("a.h"), name="7up"),
-            "--name 7up is no name in C: give letters, digits and _, with a letter first",
+            "--name '7up' is no name in C: give letters, digits and _, with a letter first",
         ),
         (dict(c=Path("a.h"), name=""), "--name '' is no name in C"),
-        (dict(c=Path("a.h"), name="crazy-climber"), "--name crazy-climber is no name in C"),
+        (dict(c=Path("a.h"), name="crazy-climber"), "--name 'crazy-climber' is no name in C"),
         (dict(c=Path("a.h"), name="é"), "is no name in C"),
         (dict(c=Path("a.h"), name="a\n"), "is no name in C"),
         (dict(c=Path("a.h"), main=Path("folder.h/../a.h")), "--c and --main would be the same file, a.h"),
         (dict(c=Path("policy.npz")), "the policy and --c would be the same file, policy.npz"),
-        (dict(c=Path("a.h"), main=Path('b".c')), None),
-        (dict(c=Path('a".h'), main=Path("b.c")), '--c a".h cannot be included'),
+        (dict(c=Path('a".h'), main=Path("b.c")), """--c 'a".h' cannot be included"""),
         (dict(c=Path("nowhere/a.h")), "cannot write to nowhere: No such file or directory"),
         (dict(c=Path("a.h"), main=Path("nowhere/a.c")), "cannot write to nowhere: No such file or directory"),
         (dict(c=Path("a.h"), onnx=Path("/proc/a.onnx")), "cannot write to /proc: "),
@@ -407,9 +406,6 @@ def test_mistakes_are_told_in_one_line_and_leave_nothing(flags, message, tmp_pat
     monkeypatch.chdir(tmp_path)
     path = minatar_policy(Path("policy.npz"))
     Path("folder.h").mkdir()
-    if message is None:
-        export_policy.main(Args(path, **flags))
-        return
     before = {x: x.is_file() and x.read_bytes() for x in Path().rglob("*")}
     assert message in refused(Args(path, **flags), capsys)
     assert {x: x.is_file() and x.read_bytes() for x in Path().rglob("*")} == before
