@@ -286,7 +286,8 @@ $includes#include <stdint.h>
 
 # The image is cut into blocks of stride x stride pixels. All pixels at one place of their blocks make a plane. Then a
 # weight of a kernel is multiplied with one piece of a plane, which is contiguous. The price: each row of a piece has a
-# few numbers too many at its end, which nobody reads.
+# few numbers too many at its end, which nobody reads. The sum of a convolution lies behind the planes: where gcc 12
+# knew that they do not overlap, -O3 interchanged the loops over weights and pixels, and it took 58 us in place of 4.
 CUT = Template("""\
 static void ${layer}_cut(const $type *x, float *planes) {
   memset(planes, 0, $n_planes * $width * $width * sizeof(float)); /* zeros around the image */
@@ -302,12 +303,12 @@ static void ${layer}_cut(const $type *x, float *planes) {
 """)
 
 CONVOLUTION = Template("""\
-static void $layer(const float *x, float *y) {
+static void $layer(float *x, float *y) {
+  float *sum = x + $n_planes * $width * $width; /* behind the planes, in rows of $width */
   for (int output = 0; output < $n_outputs; output++) {
     const float *weights = ${layer}_weights + $first;
     const ${index}_t *pieces = ${layer}_pieces + $first_piece;
     int i, n = $n;
-    static float sum[$length]; /* a row of it is $width numbers, $n_pixels of them of the image */
     for (i = 0; i < $length; i++) sum[i] = ${layer}_bias[output];
     for (; n >= 4; n -= 4, weights += 4, pieces += 4) { /* four at a time: sum is read and written less often */
       const float *a = x + pieces[0], *b = x + pieces[1], *c = x + pieces[2], *d = x + pieces[3];
@@ -477,6 +478,7 @@ def layer_text(name: str, layer: PlanarLayer, is_last: bool) -> str:
         what = f"convolution of {shape[0]} x {shape[0]} with stride {layer.stride}"
         what += f" from {n} x {n} x {shape[2]} to {n_out} x {n_out} x {n_outputs}"
         words |= {"index": arrays["pieces"].dtype, "n_pixels": n_out, "length": piece_length(layer)}
+        words |= {"n_planes": layer.stride**2 * shape[2]}
         words |= {"first": f"output * {n_pieces}", "first_piece": "0", "n": n_pieces}
         if sparse:
             first = f"{name}_starts[output]"
@@ -508,7 +510,8 @@ def plan(layers: list[PlanarLayer]) -> tuple[list[tuple[str, str, str]], dict[st
     functions = []
     for i, layer in enumerate(layers):
         if layer.stride:
-            functions.append((f"layer_{i}_cut", layer.stride**2 * layer.kernel.shape[2] * layer.width**2))
+            n_planes = layer.stride**2 * layer.kernel.shape[2]
+            functions.append((f"layer_{i}_cut", n_planes * layer.width**2 + piece_length(layer)))
         functions.append((f"layer_{i}", len(layer.bias) * layer.n_pixels_out**2))
     calls, sizes, x = [], {}, "observation"
     for i, (function, size) in enumerate(functions):
@@ -523,11 +526,10 @@ def plan(layers: list[PlanarLayer]) -> tuple[list[tuple[str, str, str]], dict[st
 def costs_of(layers: list[PlanarLayer], sparse: bool = True) -> dict[str, int]:
     """Weights that are written, and bytes."""
     arrays = [best_arrays(layer) if sparse else arrays_of(layer, sparse=False) for layer in layers]
-    sums = sum(piece_length(layer) for layer in layers if layer.stride)  # of the function of a convolution
     return {
         "weights": sum(np.count_nonzero(x.kernel) if sparse else x.kernel.size for x in layers),
         "flash": sum(map(count_bytes, arrays)),
-        "ram": 4 * (sum(plan(layers)[1].values()) + sums),
+        "ram": 4 * sum(plan(layers)[1].values()),
     }
 
 
