@@ -229,8 +229,9 @@ def make_layers(network: dict, sparse: bool = True) -> list[Layer]:
             if network["world"] == "atari" and not layers:
                 kernel = kernel / np.float32(255)  # pixels come as 0 to 255
         elif layers and layers[-1].stride:  # flax has the channels last in its input, here they are first
-            n_channels = len(layers[-1].bias)
-            kernel = kernel.reshape(-1, n_channels, n_outputs).swapaxes(0, 1).reshape(-1, n_outputs)
+            n_inputs, n_channels = len(kernel), len(layers[-1].bias)  # said, as a size of 0 cannot be found with -1
+            kernel = kernel.reshape(n_inputs // n_channels, n_channels, n_outputs).swapaxes(0, 1)
+            kernel = kernel.reshape(n_inputs, n_outputs)
         if sparse and (convolution or kernel.size >= SPARSE_SIZE) and np.mean(kernel == 0) >= SPARSE_FROM:
             import scipy.sparse  # takes 0.1 s, so only if it is needed
 

@@ -4,11 +4,13 @@
     export GLIBC_TUNABLES=glibc.malloc.hugetlb=1              # huge pages on Linux, see the README
     python benchmark/speed.py                                 # PyTorch is timed too, if it is installed
     python benchmark/speed.py --sbx /tmp/sbx/bin/python       # and SBX's SAC, from a venv of its own
+    python benchmark/speed.py --playing                       # trained policies alone, in NumPy, C and ONNX Runtime
 
 All times are medians of repetitions in which the things to compare take turns.
 """
 
 import contextlib
+import ctypes
 import dataclasses
 import io
 import itertools
@@ -16,6 +18,7 @@ import math
 import multiprocessing
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -54,18 +57,19 @@ N_OBSERVATIONS, N_TORQUES = 17, 6  # of HalfCheetah
 @dataclasses.dataclass(frozen=True)
 class Args:
     repetitions: int = 15  # of each measurement, the median of which is shown
+    playing: bool = False  # only the tables of trained policies, in a minute
     sbx: Path | None = None  # python of a venv with `pip install torch sbx-rl "gymnasium[mujoco]"`
 
 
-def medians(functions: dict, repetitions: int) -> dict:
+def medians(functions: dict, repetitions: int, clock=time.perf_counter) -> dict:
     """Milliseconds of each function. They take turns, so that a busy moment of the machine hits all of them."""
     times = {name: [] for name in functions}
     for _ in range(repetitions):
         for name, function in functions.items():
             jax.block_until_ready(function())  # not timed: caches and threads are still those of the function before
-            start = time.perf_counter()
+            start = clock()
             jax.block_until_ready(function())
-            times[name].append(1_000 * (time.perf_counter() - start))
+            times[name].append(1_000 * (clock() - start))
     return {name: float(np.median(x)) for name, x in times.items()}
 
 
@@ -301,17 +305,28 @@ def file_megabytes(params) -> float:
     return len(file.getvalue()) / 1e6
 
 
+def random_network(script, sparsity: float, hidden: int) -> tuple[dict, dict, object]:
+    """As `load_policy` gives it: pruned by magnitude, dense, and the network in JAX."""
+    if script is eaudesac_mujoco:
+        network, observations, world = script.Actor((hidden, hidden), N_TORQUES), np.zeros(N_OBSERVATIONS), "mujoco"
+    else:
+        network, observations = script.QNetwork((32, 64, 64, hidden), N_ACTIONS), random_frames(1).frames[:, 1:]
+        world = "atari"
+    dense = jax.device_get(jax.jit(network.init)(jax.random.key(0), observations))
+    pruned = jax.tree.map(np.multiply, dense, script.magnitude_masks(dense, sparsity, "uniform"))
+    layers = getattr(network, "layers", {name: {"kind": "dense"} for name in dense["params"]})
+    return *({"params": x["params"], "layers": layers, "world": world} for x in (pruned, dense)), network
+
+
 def playing_rows(repetitions: int) -> list[list]:
     """An action of a policy at 95 % sparsity, in `play_policy.py` and in JAX with its weights on the device."""
     import play_policy  # not above: it holds NumPy to one thread
 
     rows, observations = [], random_frames(1).frames[:, 1:]
     for hidden, over_dense, over_jax in ((512, 2.5, 2.5), (2048, 3.5, 5.0)):
-        network = eaudedqn_atari.QNetwork((32, 64, 64, hidden), N_ACTIONS)
-        dense_params = jax.device_get(jax.jit(network.init)(jax.random.key(0), observations))
-        params = jax.tree.map(np.multiply, dense_params, eaudedqn_atari.magnitude_masks(dense_params, 0.95, "uniform"))
-        layers = [play_policy.make_layers(params, sparse) for sparse in (True, False)]
-        on_device, apply = jax.device_put(params), jax.jit(network.apply)
+        pruned, dense, network = random_network(eaudedqn_atari, 0.95, hidden)
+        layers = [play_policy.make_layers(pruned, sparse) for sparse in (True, False)]
+        on_device, apply = jax.device_put({"params": pruned["params"]}), jax.jit(network.apply)
         functions = {
             "sparse": lambda layers=layers: play_policy.forward(layers[0], observations),
             "dense": lambda layers=layers: play_policy.forward(layers[1], observations),
@@ -320,22 +335,147 @@ def playing_rows(repetitions: int) -> list[list]:
         times = medians(functions, 20 * repetitions)
         ratios = times["dense"] / times["sparse"], times["jax"] / times["sparse"]
         reached = "yes" if ratios[0] >= over_dense and ratios[1] >= over_jax else "no"
-        sizes = file_megabytes(params), file_megabytes(dense_params)
+        sizes = file_megabytes(pruned["params"]), file_megabytes(dense["params"])
         rows.append([f"{hidden}", *sizes, *times.values(), *ratios, f"{over_dense} and {over_jax}: {reached}"])
     return rows
 
 
-def playing_on_one_core(repetitions: int) -> list[list]:
+def compile_policy(folder: Path, network: dict, observations: np.ndarray, flags: str = "-O3 -march=native"):
+    """A function that gives the outputs for all of these observations, one after the other, in C."""
+    import export_policy
+
+    layers = export_policy.planar_layers(folder, network)
+    about = {"args": {"env_id": "a benchmark"}, "script": "speed", "step": 0}
+    header = export_policy.header_text(export_policy.Args(folder, c=Path("p.h")), about, network, layers)
+    words, n_outputs = export_policy.words_of(layers, network["world"]), len(layers[-1].bias)
+    (folder / "p.h").write_text(header)
+    (folder / "p.c").write_text(
+        '#include "p.h"\n'
+        f"void run(const {words['type']} *x, float *y, int n) {{\n"
+        f"  for (; n > 0; n--, x += {observations[0].size}, y += {n_outputs}) policy_{words['output']}(x, y);\n}}\n"
+    )
+    library = Path(tempfile.mkstemp(".so", dir=folder)[1])  # a name of its own: one that is loaded is not loaded again
+    command = ["cc", *flags.split(), "-shared", "-fPIC", "p.c", "-o", library, "-lm"]
+    subprocess.run(command, cwd=folder, check=True)
+    outputs, run = np.zeros((len(observations), n_outputs), np.float32), ctypes.CDLL(str(library)).run
+    pointers = [ctypes.c_void_p(x.ctypes.data) for x in (observations, outputs)]
+
+    def call() -> np.ndarray:
+        run(*pointers, len(observations))
+        return outputs
+
+    return call
+
+
+def exported_rows(repetitions: int) -> list[list]:
+    """An action in C, beside NumPy with SciPy, dense NumPy and ONNX Runtime, of random weights pruned by magnitude."""
+    import onnxruntime
+
+    import export_policy
+    import play_policy
+
+    options, rows = onnxruntime.SessionOptions(), []
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    for script, hidden, sparsity in (
+        (eaudedqn_atari, 512, 0.95),
+        (eaudedqn_atari, 2048, 0.95),
+        (eaudesac_mujoco, 256, 0.9),
+    ):
+        atari, (network, _, _) = script is eaudedqn_atari, random_network(script, sparsity, hidden)
+        x = random_frames(1).frames[:, 1:].copy() if atari else np.random.default_rng(0).random((1, 17), np.float32)
+        layers = [play_policy.make_layers(network, sparse) for sparse in (True, False)]
+        model = export_policy.onnx_bytes(network, export_policy.planar_layers(Path(), network))
+        session = onnxruntime.InferenceSession(model, options)
+        with tempfile.TemporaryDirectory() as folder:
+            functions = {
+                "c": compile_policy(Path(folder), network, x),
+                "scipy": lambda layers=layers, x=x: play_policy.forward(layers[0], x),
+                "dense": lambda layers=layers, x=x: play_policy.forward(layers[1], x),
+                "onnx": lambda session=session, x=x: session.run(None, {"observations": x})[0],
+            }
+            expected = functions["scipy"]() if atari else np.tanh(functions["scipy"]())
+            for name in ("c", "onnx"):
+                np.testing.assert_allclose(functions[name](), expected, rtol=0, atol=1e-4)
+            times = medians(functions, 20 * repetitions, time.thread_time)
+        ratios = [times[name] / times["c"] for name in ("scipy", "dense", "onnx")]
+        goal = "1.6, -, 2" if atari else "-, 3, -"
+        reached = ratios[0] >= 1.6 and ratios[2] >= 2 if atari else ratios[1] >= 3
+        name = f"Atari, {hidden}, {sparsity}" if atari else f"actor, {hidden}-{hidden}, {sparsity}"
+        row = [f"{time:.4f}" for time in times.values()] + [f"{ratio:.1f}" for ratio in ratios]
+        rows.append([name, *row, f"{goal}: {'yes' if reached else 'no'}"])
+    return rows
+
+
+def grid_rows(repetitions: int) -> list[list]:
+    """The MinAtar agent of `policies/` in C, on 100 positions of its game, as it is, dense, and pruned by magnitude."""
+    import microcontroller
+
+    import play_policy
+
+    path = ROOT / "policies/minatar_breakout.npz"
+    about, networks = play_policy.load_policy(path)
+    network, prune = networks["target"], microcontroller.prune
+    x = microcontroller.real_positions(path, about, network, 100)
+    n_kept, n_weights = play_policy.count_weights(network)
+    cases = {f"{1 - n_kept / n_weights:.3f}, as trained": network, "0": prune(network, 0)}
+    cases |= {f"{sparsity}": prune(network, sparsity) for sparsity in (0.3, 0.5, 0.85, 0.95)}
+    compilers = "-O3 -march=native", "-O3"
+    with tempfile.TemporaryDirectory() as folder:
+        functions = {
+            (name, flags): compile_policy(Path(folder), case, x, flags)
+            for name, case in cases.items()
+            for flags in compilers
+        }
+        for (name, _), function in functions.items():
+            np.testing.assert_allclose(function(), play_policy.q_values(cases[name], x), rtol=0, atol=1e-4)
+        times = medians(functions, 10 * repetitions, time.thread_time)
+    rows = []
+    for name in cases:
+        microseconds = [1_000 * times[name, flags] / len(x) for flags in compilers]
+        ratios = [times["0", flags] / times[name, flags] for flags in compilers]
+        rows.append([name, *(f"{x:.1f}" for x in microseconds), *(f"{x:.2f}" for x in ratios)])
+    return rows
+
+
+def on_one_core(function, repetitions: int) -> list[list]:
     """In a process of its own that has one core from its start, so that all libraries use one thread."""
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()  # Linux
     if cores:
         os.sched_setaffinity(0, {max(cores)})
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        future = pool.submit(playing_rows, repetitions)
+        future = pool.submit(function, repetitions)
         if cores:
             os.sched_setaffinity(0, cores)
         return future.result()
+
+
+def print_playing(repetitions: int) -> None:
+    header = [
+        "hidden",
+        "file, MB",
+        "if dense, MB",
+        "sparse, ms",
+        "dense, ms",
+        "JAX, ms",
+        "dense / sparse",
+        "JAX / sparse",
+    ]
+    print_table("Playing, one thread, 95 % sparse", [*header, "goal"], on_one_core(playing_rows, repetitions))
+    if not shutil.which("cc"):
+        print("\nno C compiler: what export_policy.py writes is not timed")
+        return
+    header = ["network, sparsity", "C, ms", "NumPy and SciPy, ms", "dense NumPy, ms", "ONNX Runtime, ms"]
+    header += ["SciPy / C", "dense NumPy / C", "ONNX Runtime / C", "goals"]
+    print_table("Exported, one thread", header, on_one_core(exported_rows, repetitions))
+    header = [
+        "sparsity",
+        "-O3 -march=native, microseconds",
+        "-O3, microseconds",
+        "faster than dense",
+        "faster than dense",
+    ]
+    print_table("Breakout's agent in C, one thread", header, on_one_core(grid_rows, repetitions))
 
 
 # ---- Whole runs ------------------------------------------------------------------------------------------------------
@@ -375,6 +515,9 @@ print(4_500 / (time.perf_counter() - clock.start))
 
 
 def main(args: Args) -> None:
+    if args.playing:
+        print_playing(args.repetitions)
+        return
     wide = dict(critic_features=(1024, 1024), actor_features=(1024, 1024))
     groups = [
         [(eaudedqn_atari, k, {}) for k in (1, 2, 5, 10)] + [(polyprune_dqn_atari, 1, {})],
@@ -391,18 +534,7 @@ def main(args: Args) -> None:
     print_table("Updates", header, rows)
     step_table, steps = step_rows(args.repetitions)
     print_table("Parts of a step", ["what", "ms"], step_table)
-    header = [
-        "hidden",
-        "file, MB",
-        "if dense, MB",
-        "sparse, ms",
-        "dense, ms",
-        "JAX, ms",
-        "dense / sparse",
-        "JAX / sparse",
-        "goal",
-    ]
-    print_table("Playing, one thread, 95 % sparse", header, playing_on_one_core(args.repetitions))
+    print_playing(args.repetitions)
 
     rows = []
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(ROOT):

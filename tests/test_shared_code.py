@@ -85,6 +85,14 @@ def test_one_name_one_text():
         assert not found, "\n\n".join(found)
 
 
+def test_the_player_and_the_exporter_share_their_loader():
+    sources = {name: (ROOT / name).read_text() for name in ("play_policy.py", "export_policy.py")}
+    found = differences(sources)
+    shared = set.intersection(*(set(definitions(source)) for source in sources.values()))
+    assert shared >= {"load_policy", "check_network", "layer_names", "drop_idle_units", "fail", "write_whole"}
+    assert set(found) == {"Args", "TOOL", "check_args", "main"}, "\n\n".join(found.values())
+
+
 @pytest.mark.parametrize(
     ("text", "other", "differing"),
     [
@@ -169,7 +177,7 @@ def readme_commands():
 
 
 def test_readme_shows_every_script():
-    assert {name for name, _ in readme_commands()} == {"play_policy", *(path.stem for path in SCRIPTS)}
+    assert {name for name, _ in readme_commands()} == {"play_policy", "export_policy", *(path.stem for path in SCRIPTS)}
 
 
 @pytest.mark.parametrize(("name", "arguments"), readme_commands())
@@ -177,7 +185,7 @@ def test_readme_commands_parse(name, arguments):
     script = importlib.import_module(name)
     args = tyro.cli(script.Args, args=shlex.split(arguments))
     script.check_args(args)
-    if name != "play_policy":
+    if name not in ("play_policy", "export_policy"):
         assert args.env_id in arguments  # every command names its game, and it is the one that was read
 
 

@@ -1,0 +1,659 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["numpy>=2", "onnx>=1.16", "tyro>=1.0"]
+# ///
+"""Writes what any of the scripts has trained as C, where every pruned weight is saved, or for ONNX Runtime, dense.
+
+    python export_policy.py runs/... --c policy.h --main example.c
+    cc -O3 -march=native example.c -o policy -lm
+    python export_policy.py runs/... --onnx policy.onnx
+
+The header needs no library. Outputs agree with those of `play_policy.py` to 1e-4.
+"""
+
+import dataclasses
+import importlib.util
+import io
+import itertools
+import json
+import os
+import re
+import shlex
+import signal
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from string import Template
+from typing import NamedTuple, NoReturn
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports below ends it without a traceback
+
+import numpy as np
+import tyro
+
+FRAME, STACK = (84, 84), 4  # pixels of a frame, frames of an observation
+GRID = 10  # cells of a side of MinAtar's world
+TOOL = "this exporter"  # in messages
+
+
+# ---- Arguments -------------------------------------------------------------------------------------------------------
+@dataclasses.dataclass(frozen=True)
+class Args:
+    path: tyro.conf.Positional[Path]  # the folder of a run, or its policy.npz
+    c: Path | None = None  # header of C99 and C++ to write: the weights that are not zero, and one function
+    main: Path | None = None  # small C program to write around the header: it reads observations and prints outputs
+    onnx: Path | None = None  # file to write for ONNX Runtime, which knows no sparse weights
+    name: str = "policy"  # what all names in the header begin with
+
+
+def fail(message: str) -> NoReturn:
+    """A mistake of the person at the keyboard: one message, exit code 2, no traceback."""
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def check_args(args: Args) -> None:
+    outputs = {f"--{name}": getattr(args, name) for name in ("c", "main", "onnx") if getattr(args, name)}
+    if not outputs:
+        fail("there is nothing to write: give --c policy.h, --onnx policy.onnx or both")
+    if args.main and not args.c:
+        fail("--main is written around a header: give --c policy.h, too")
+    if not re.fullmatch("[A-Za-z][A-Za-z0-9_]*", args.name):
+        fail(f"--name {args.name!r} is no name in C: give letters, digits and _, with a letter first")
+    if args.main and re.search(r'["\\\n]', args.c.as_posix()):
+        fail(f"--c {str(args.c)!r} cannot be included: choose a path without quotes and backslashes")
+    if args.onnx and not importlib.util.find_spec("onnx"):
+        fail("--onnx needs a package: pip install onnx")
+    policy = args.path / "policy.npz" if args.path.is_dir() else args.path
+    for (flag, path), (other, other_path) in itertools.combinations({"the policy": policy, **outputs}.items(), 2):
+        if path.resolve() == other_path.resolve():
+            fail(f"{flag} and {other} would be the same file, {path}")
+    for path in outputs.values():
+        check_output(path)
+
+
+def check_folder(folder: Path) -> None:
+    """Better now than after the work."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        fail(f"cannot write to {folder}: {error.strerror}")
+
+
+def check_output(path: Path) -> None:
+    check_folder(path.parent)
+    if path.is_dir():
+        fail(f"{path} is a folder")
+
+
+def write_whole(path: Path, write) -> None:
+    """There as a whole or not at all."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+# ---- Policy file -----------------------------------------------------------------------------------------------------
+def load_policy(path: Path | str) -> tuple[dict, dict]:
+    """What the file says about itself, and its networks: `target`, or on MuJoCo `actor` and two critics.
+
+    Tensors have their names of flax: `networks["target"]["params"]["Conv_0"]["kernel"]`. Beside them are `layers`, the
+    kind of each, and `world`: atari, minatar or mujoco.
+    """
+    path = Path(path) / "policy.npz" if Path(path).is_dir() else Path(path)
+    data = path.read_bytes()
+    try:
+        zipped = zipfile.ZipFile(io.BytesIO(data))
+        members, n_members = zipped.infolist(), int.from_bytes(data[-12:-10], "little")
+        if len(members) != n_members:  # a flipped bit in the directory can hide members, of which zipfile says nothing
+            raise ValueError
+        # Each is read to its end, for its checksum. Not by name: a flipped bit makes a second Conv_1 out of Conv_0.
+        arrays = {x.filename.removesuffix(".npy"): np.load(io.BytesIO(zipped.read(x))) for x in members}
+        about, networks = json.loads(str(arrays.pop("about"))), {}
+        for name, x in arrays.items():
+            network, params, rest = name.split("/", 2)
+            layer, _, tensor = rest.rpartition("/")  # a layer within another one has a name such as Block_0/Conv_0
+            networks.setdefault(network, {}).setdefault(params, {}).setdefault(layer, {})[tensor] = x
+        kinds = about.get("layers", {})
+        for name, network in networks.items():
+            layers = {layer: dict(kind) for layer, kind in kinds.get(name, {}).items()}
+            network |= {"layers": layers, "world": about["script"].rpartition("_")[2]}
+        playing = networks["target" if "target" in networks else "actor"]
+        if not isinstance(about["args"], dict) or not isinstance(about["step"], int) or "params" not in playing:
+            raise ValueError
+    except Exception:  # there are a dozen kinds
+        fail(f"{path} is damaged, or it is not the policy.npz of a run")
+    if "env_id" not in about["args"]:
+        fail(f"{path} does not say its env_id")
+    check_network(path, playing)
+    return about, networks
+
+
+def layer_names(layers: dict) -> list[str]:
+    """In the order of the network: Dense_2 comes before Dense_10, which JAX sorts as text."""
+    stems = {name: name.rstrip("0123456789") for name in layers}
+    order = list(stems.values())
+    return sorted(layers, key=lambda name: (order.index(stems[name]), int(name[len(stems[name]) :] or 0)))
+
+
+def check_network(path: Path, network: dict) -> None:
+    """Follows the sizes through the layers of a network: what is not known here, or does not fit, gets its own line."""
+    layers, params, world = network["layers"], network["params"], network["world"]
+    if world not in ("atari", "minatar", "mujoco"):
+        fail(f"{TOOL} does not know the world {world} of {path}")
+    if not layers:
+        fail(f"{path} does not say what its layers are: it is of an older version of the scripts")
+    for name in [*params, *layers]:
+        if layers.get(name, {}).get("kind") not in ("convolution", "dense"):
+            fail(f"{TOOL} does not know layer {name}")
+    n_pixels = {"atari": FRAME[0], "minatar": GRID, "mujoco": 0}[world]  # of a side of what comes into a layer
+    n_inputs = STACK if world == "atari" else None  # what comes into a layer; of a convolution its channels
+    names = layer_names(layers)
+    for name in names if world != "mujoco" else names[:-1]:
+        layer, tensors = layers[name], params.get(name, {})
+        if tensors.keys() != {"kernel", "bias"}:
+            fail(f"layer {name} of {path} has {', '.join(tensors) or 'no weights'}, not a kernel and a bias")
+        shape, fits = tensors["kernel"].shape, tensors["bias"].shape == tensors["kernel"].shape[-1:]
+        if layer["kind"] == "convolution":
+            size, stride, padding = shape[0], layer.get("stride"), layer.get("padding")
+            if padding not in ("SAME", "VALID") or not isinstance(stride, int) or stride < 1:
+                fail(f"{TOOL} does not know stride {stride} with padding {padding} of layer {name}")
+            fits &= len(shape) == 4 and size == shape[1] and n_inputs in (shape[2], None) and n_pixels >= size
+            n_pixels = count_outputs(n_pixels, size, stride, padding)
+        else:
+            n_inputs = n_pixels**2 * n_inputs if n_pixels and n_inputs else n_inputs
+            n_pixels = 0
+            fits &= len(shape) == 2 and n_inputs in (shape[0], None) and (world == "mujoco" or name != names[0])
+        if not fits or any(x.dtype.kind != "f" for x in tensors.values()):
+            fail(f"layer {name} of {path} has a kernel of shape {shape}, which does not fit here")
+        n_inputs = shape[-1]
+
+
+# ---- Layers ----------------------------------------------------------------------------------------------------------
+def count_outputs(n_pixels: int, size: int, stride: int, padding: str) -> int:
+    """Per side of the image that comes out of a convolution."""
+    return -(-n_pixels // stride) if padding == "SAME" else (n_pixels - size) // stride + 1
+
+
+def drop_idle_units(params: dict, names: list[str]) -> dict:
+    """Without hidden units that have no weight to the next layer: nobody sees them. Pruning leaves many before a narrow
+    output: with 6 actions, a unit whose weights are pruned at random to 95 % is idle with p = 0.95**6 = 0.74."""
+    params = dict(params)
+    dense = [name for name in names if params[name]["kernel"].ndim == 2]
+    for next_name, name in itertools.pairwise(dense[::-1]):  # from the output on, as idle units make others idle
+        layer, next_layer = params[name], params[next_name]
+        used = next_layer["kernel"].any(axis=1)
+        params[name] = {"kernel": layer["kernel"][:, used], "bias": layer["bias"][used]}
+        params[next_name] = next_layer | {"kernel": next_layer["kernel"][used]}
+    return params
+
+
+def count_weights(network: dict) -> tuple[int, int]:
+    """Weights that are not zero, and all, of those that can be pruned: not the biases."""
+    kernels = [x for layer in network["params"].values() for x in layer.values() if x.ndim > 1]
+    return sum(np.count_nonzero(x) for x in kernels), sum(x.size for x in kernels)
+
+
+class PlanarLayer(NamedTuple):
+    """What comes in and goes out is a vector, or an image one channel after the other."""
+
+    name: str
+    kernel: np.ndarray  # (size, size, n_inputs, n_outputs) of a convolution, or (n_inputs, n_outputs)
+    bias: np.ndarray  # (n_outputs,)
+    stride: int = 0  # 0 if it is no convolution, as for all that follows
+    padding: str = ""  # SAME or VALID
+    n_pixels: int = 0  # of a side of the image that comes in
+    n_pixels_out: int = 1  # and goes out
+    start: int = 0  # pixels of padding before the image
+    width: int = 0  # of the padded image, in blocks of stride x stride pixels
+
+
+def planar_layers(path: Path, network: dict, drop_idle: bool = True) -> list[PlanarLayer]:
+    """Of the network that plays, without the hidden units that nobody sees. Atari's pixels come as 0 to 255."""
+    params, world, names, layers = network["params"], network["world"], layer_names(network["layers"]), []
+    if world == "mujoco":
+        names.pop()  # an actor ends with two heads: the mean, and the logarithm of the standard deviation
+    params = drop_idle_units(params, names) if drop_idle else params
+    n_pixels, n_channels = {"atari": FRAME[0], "minatar": GRID, "mujoco": 0}[world], 0
+    for name in names:
+        with np.errstate(over="ignore"):
+            kernel, bias = (params[name][x].astype(np.float32) for x in ("kernel", "bias"))
+        if not np.isfinite(kernel).all() or not np.isfinite(bias).all():
+            fail(f"layer {name} of {path} has weights that are not finite")
+        if kernel.ndim == 4:
+            if world == "atari" and not layers:
+                kernel = kernel / np.float32(255)
+            kind, size, n_channels = network["layers"][name], len(kernel), len(bias)
+            stride, padding = kind["stride"], kind["padding"]
+            n_outputs = count_outputs(n_pixels, size, stride, padding)
+            missing = max((n_outputs - 1) * stride + size - n_pixels, 0)  # 0 if the padding is VALID
+            width = n_outputs + -(-size // stride) - 1
+            layers.append(PlanarLayer(name, kernel, bias, stride, padding, n_pixels, n_outputs, missing // 2, width))
+            n_pixels = n_outputs
+        else:
+            if n_pixels:  # JAX flattens an image as (row, column, channel)
+                kernel = kernel.reshape(n_pixels**2, n_channels, -1).swapaxes(0, 1).reshape(len(kernel), -1)
+            layers.append(PlanarLayer(name, kernel, bias))
+            n_pixels = 0
+    if layers[-1].stride:
+        fail(f"{path} ends with {names[-1]}, a convolution: {TOOL} does not know what comes out")
+    return layers
+
+
+def words_of(layers: list[PlanarLayer], world: str) -> dict:
+    """What comes in and what goes out, in the words of C."""
+    n_inputs, q = layers[0].kernel.shape[-2], world != "mujoco"
+    shape = {"atari": (n_inputs, *FRAME), "minatar": (GRID, GRID, n_inputs), "mujoco": (n_inputs,)}[world]
+    return {
+        "shape": shape,
+        "n_inputs": " * ".join(map(str, shape)),
+        "type": "uint8_t" if q else "float",
+        "output": "q_values" if q else "action",
+        "n_outputs": len(layers[-1].bias),
+    }
+
+
+# ---- C: the pieces of text -------------------------------------------------------------------------------------------
+HEAD = Template("""\
+/* $title.
+   Written by export_policy.py: C99 and C++, no library, no memory but its own.
+
+   $signature
+
+   $meaning
+
+   $weights of $n_weights weights are not zero. Flash: $flash bytes of constants, and the code. RAM: $ram bytes, all of
+   them static: include it in one file of a program, and do not call it from two threads at once.
+
+       #include "$file"
+
+       $type observation[$n_inputs] = {0};
+       float $output[$n_outputs];
+       ${name}_$output(observation, $output); */
+#ifndef ${guard}_H
+#define ${guard}_H
+
+$includes#include <stdint.h>
+#include <string.h>
+""")
+
+# The image is cut into blocks of stride x stride pixels. All pixels at one place of their blocks make a plane. Then a
+# weight of a kernel is multiplied with one piece of a plane, which is contiguous. The price: each row of a piece has a
+# few numbers too many at its end, which nobody reads. The sum of a convolution lies behind the planes: where gcc 12
+# knew that they do not overlap, -O3 interchanged the loops over weights and pixels, and it took 58 us in place of 4.
+CUT = Template("""\
+static void ${layer}_cut(const $type *x, float *planes) {
+  memset(planes, 0, $n_planes * $width * $width * sizeof(float)); /* zeros around the image */
+  for (int down = 0; down < $stride; down++)
+    for (int right = 0; right < $stride; right++)
+      for (int channel = 0; channel < $n_channels; channel++) {
+        for (int row = (down + $shift) % $stride; row < $n_rows; row += $stride)
+          for (int column = (right + $shift) % $stride; column < $n_rows; column += $stride)
+            planes[(row + $start) / $stride * $width + (column + $start) / $stride] = (float)x[$index];
+        planes += $width * $width;
+      }
+}
+""")
+
+CONVOLUTION = Template("""\
+static void $layer(float *x, float *y) {
+  float *sum = x + $n_planes * $width * $width; /* behind the planes, in rows of $width */
+  for (int output = 0; output < $n_outputs; output++) {
+    const float *weights = ${layer}_weights + $first;
+    const ${index}_t *pieces = ${layer}_pieces + $first_piece;
+    int i, n = $n;
+    for (i = 0; i < $length; i++) sum[i] = ${layer}_bias[output];
+    for (; n >= 4; n -= 4, weights += 4, pieces += 4) { /* four at a time: sum is read and written less often */
+      const float *a = x + pieces[0], *b = x + pieces[1], *c = x + pieces[2], *d = x + pieces[3];
+      for (i = 0; i < $length; i++)
+        sum[i] += weights[0] * a[i] + weights[1] * b[i] + weights[2] * c[i] + weights[3] * d[i];
+    }
+    for (; n > 0; n--, weights++, pieces++)
+      for (i = 0; i < $length; i++) sum[i] += weights[0] * x[pieces[0] + i];
+    for (int row = 0; row < $n_pixels; row++)
+      for (int column = 0; column < $n_pixels; column++) {
+        const float value = sum[row * $width + column];
+        *y++ = value > 0 ? value : 0;
+      }
+  }
+}
+""")
+
+# By input, as many are 0 after a ReLU and can be skipped.
+DENSE = Template("""\
+static void $layer(const float *x, float *y) {
+  const float *weights = ${layer}_weights;
+  int i, k;
+  for (k = 0; k < $n_outputs; k++) y[k] = ${layer}_bias[k];
+  for (i = 0; i < $n_inputs; i++, weights += $n_outputs) {
+    const float input = x[i];
+    if (input != 0)
+      for (k = 0; k < $n_outputs; k++) y[k] += input * weights[k];
+  }
+$relu}
+""")
+
+SPARSE = Template("""\
+static void $layer(const float *x, float *y) {
+  const float *weights = ${layer}_weights;
+  const ${index}_t *outputs = ${layer}_outputs;
+  int i, k;
+  for (k = 0; k < $n_outputs; k++) y[k] = ${layer}_bias[k];
+  for (i = 0; i < $n_inputs; i++) {
+    const float input = x[i];
+    const int n = ${layer}_counts[i];
+    if (input != 0) {
+      for (k = 0; k + 4 <= n; k += 4) {
+        y[outputs[k]] += input * weights[k];
+        y[outputs[k + 1]] += input * weights[k + 1];
+        y[outputs[k + 2]] += input * weights[k + 2];
+        y[outputs[k + 3]] += input * weights[k + 3];
+      }
+      for (; k < n; k++) y[outputs[k]] += input * weights[k];
+    }
+    weights += n, outputs += n;
+  }
+$relu}
+""")
+
+RELU = Template("""\
+  for (k = 0; k < $n_outputs; k++)
+    if (y[k] < 0) y[k] = 0;
+""")
+
+MAIN = Template("""\
+/* Reads observations from standard input, $n_inputs numbers each, and prints the $output of each in a line.
+
+       $command
+*/
+#include <stdio.h>
+
+#include "$file"
+
+int main(void) {
+  static $type observation[$n_inputs];
+  float $output[$n_outputs];
+  $number number;
+  int n = 0;
+  while (scanf("$code", &number) == 1) {
+    observation[n++] = ($type)number;
+    if (n < $n_inputs) continue;
+    ${name}_$output(observation, $output);
+    for (n = 0; n < $n_outputs; n++) printf("%.9g%c", (double)$output[n], n < $n_outputs - 1 ? ' ' : '\\n');
+    fflush(stdout);
+    n = 0;
+  }
+  if (n == 0 && feof(stdin)) return 0;
+  fprintf(stderr, "error: the input ends after %d of the $n_inputs numbers of an observation, or has other text\\n", n);
+  return 2;
+}
+""")
+
+
+# ---- C: the layers ---------------------------------------------------------------------------------------------------
+def smallest(x: np.ndarray) -> np.ndarray:
+    """In the smallest type of integers that holds it."""
+    return x.astype(np.min_scalar_type(int(x.max(initial=0))))
+
+
+def arrays_of(layer: PlanarLayer, sparse: bool) -> dict[str, np.ndarray]:
+    """The constants of a layer: all weights, or those that are not zero and where they belong."""
+    kernel, bias, stride = layer.kernel, layer.bias, layer.stride
+    if not stride and not sparse:
+        return {"bias": bias, "weights": kernel.ravel()}
+    if not stride:
+        inputs, outputs = np.nonzero(kernel)
+        counts = np.bincount(inputs, minlength=len(kernel))  # of weights that an input has
+        return {"bias": bias, "counts": smallest(counts), "outputs": smallest(outputs), "weights": kernel[kernel != 0]}
+    row, column, channel = np.indices(kernel.shape[:3])
+    plane = (row % stride * stride + column % stride) * kernel.shape[2] + channel
+    pieces = ((plane * layer.width + row // stride) * layer.width + column // stride).ravel()
+    table = kernel.reshape(len(pieces), -1).T  # (n_outputs, n_pieces)
+    if not sparse:
+        return {"bias": bias, "pieces": smallest(pieces), "weights": table.ravel()}
+    outputs, places = np.nonzero(table)
+    starts = np.searchsorted(outputs, np.arange(len(table) + 1))  # where the weights of an output start
+    pieces = smallest(pieces[places])
+    return {"bias": bias, "starts": smallest(starts), "pieces": pieces, "weights": table[table != 0]}
+
+
+def best_arrays(layer: PlanarLayer) -> dict[str, np.ndarray]:
+    """Whichever is smaller: on a processor without vectors that is the faster one, too (benchmark/README.md)."""
+    return min((arrays_of(layer, sparse) for sparse in (True, False)), key=count_bytes)
+
+
+def count_bytes(arrays: dict[str, np.ndarray]) -> int:
+    return sum(x.nbytes for x in arrays.values())
+
+
+def piece_length(layer: PlanarLayer) -> int:
+    """Of what a weight of a convolution is multiplied with: rows of the padded image, without the last one's end."""
+    return layer.width * (layer.n_pixels_out - 1) + layer.n_pixels_out
+
+
+def array_text(name: str, x: np.ndarray) -> str:
+    """Floats have as many digits as tell them apart from all others: none is changed."""
+    words = x.astype(str).tolist() or ["0"]  # no array of C is empty
+    kind = "float" if x.dtype.kind == "f" else f"{x.dtype}_t"
+    words = [f"{word}f" for word in words] if x.dtype.kind == "f" and x.size else words
+    lines = [", ".join(words[i : i + 10]) for i in range(0, len(words), 10)]
+    return f"static const {kind} {name}[{len(words)}] = {{\n  " + ",\n  ".join(lines) + "};\n"
+
+
+def plain(text) -> str:
+    """Fit for a comment in C, whatever the file says."""
+    return re.sub(r"[^\w ()/.,-]", "_", str(text), flags=re.ASCII)
+
+
+def cut_text(name: str, layer: PlanarLayer, type_: str, index: str) -> str:
+    """The function that cuts the image for a convolution."""
+    return CUT.substitute(
+        layer=name,
+        type=type_,
+        index=index,
+        n_planes=layer.stride**2 * layer.kernel.shape[2],
+        n_channels=layer.kernel.shape[2],
+        width=layer.width,
+        stride=layer.stride,
+        start=layer.start,
+        shift=-layer.start % layer.stride,
+        n_rows=min(layer.n_pixels, layer.width * layer.stride - layer.start),  # VALID can leave some pixels over
+    )
+
+
+def layer_text(name: str, layer: PlanarLayer, is_last: bool) -> str:
+    """What it is, its constants and its function."""
+    arrays, shape, n_outputs = best_arrays(layer), layer.kernel.shape, len(layer.bias)
+    sparse = "starts" in arrays or "counts" in arrays
+    words = {"layer": name, "n_inputs": shape[-2], "n_outputs": n_outputs, "width": layer.width}
+    if layer.stride:
+        n, n_out, n_pieces = layer.n_pixels, layer.n_pixels_out, len(arrays["pieces"])
+        what = f"convolution of {shape[0]} x {shape[0]} with stride {layer.stride}"
+        what += f" from {n} x {n} x {shape[2]} to {n_out} x {n_out} x {n_outputs}"
+        words |= {"index": arrays["pieces"].dtype, "n_pixels": n_out, "length": piece_length(layer)}
+        words |= {"n_planes": layer.stride**2 * shape[2]}
+        words |= {"first": f"output * {n_pieces}", "first_piece": "0", "n": n_pieces}
+        if sparse:
+            first = f"{name}_starts[output]"
+            words |= {"first": first, "first_piece": first, "n": f"{name}_starts[output + 1] - {first}"}
+        function = CONVOLUTION.substitute(words)
+    else:
+        what = f"dense layer from {shape[0]} to {n_outputs}"
+        words |= {"relu": "" if is_last else RELU.substitute(words)}
+        function = SPARSE.substitute(words, index=arrays["outputs"].dtype) if sparse else DENSE.substitute(words)
+    kept = f"{np.count_nonzero(layer.kernel):,} of {layer.kernel.size:,} weights are not zero"
+    note = "only they are written" if sparse else "all are written, which is smaller"
+    comment = f"/* {plain(layer.name)}: {what}.\n   {kept}: {note}. */\n"
+    return comment + "".join(array_text(f"{name}_{key}", x) for key, x in arrays.items()) + function
+
+
+# ---- C: the header and the program around it -------------------------------------------------------------------------
+MEANINGS = {
+    "atari": """observation[(frame * 84 + row) * 84 + column]: four frames in grey, 0 to 255, the newest last.
+   The greedy action has the largest Q-value. They are in the order of the game's minimal action set.""",
+    "minatar": """observation[(row * 10 + column) * $n_channels + channel]: the state of the game, 0 or 1.
+   The greedy action has the largest Q-value. They are in the order of the game's minimal action set.""",
+    "mujoco": """An action is from -1 to 1: tanh is included. That of the task is low + (action + 1) / 2 * (high - low),
+   where low and high are the bounds of its action space.""",
+}
+
+
+def plan(layers: list[PlanarLayer]) -> tuple[list[tuple[str, str, str]], dict[str, int]]:
+    """(function, what it reads, what it writes) in order, and how many numbers each of the two buffers must hold."""
+    functions = []
+    for i, layer in enumerate(layers):
+        if layer.stride:
+            n_planes = layer.stride**2 * layer.kernel.shape[2]
+            functions.append((f"layer_{i}_cut", n_planes * layer.width**2 + piece_length(layer)))
+        functions.append((f"layer_{i}", len(layer.bias) * layer.n_pixels_out**2))
+    calls, sizes, x = [], {}, "observation"
+    for i, (function, size) in enumerate(functions):
+        y = "output" if i == len(functions) - 1 else ("buffer_a", "buffer_b")[i % 2]
+        calls.append((function, x, y))
+        sizes[y] = max(sizes.get(y, 1), size)
+        x = y
+    del sizes["output"]
+    return calls, sizes
+
+
+def costs_of(layers: list[PlanarLayer], sparse: bool = True) -> dict[str, int]:
+    """Weights that are written, and bytes."""
+    arrays = [best_arrays(layer) if sparse else arrays_of(layer, sparse=False) for layer in layers]
+    return {
+        "weights": sum(np.count_nonzero(x.kernel) if sparse else x.kernel.size for x in layers),
+        "flash": sum(map(count_bytes, arrays)),
+        "ram": 4 * sum(plan(layers)[1].values()),
+    }
+
+
+def header_text(args: Args, about: dict, network: dict, layers: list[PlanarLayer]) -> str:
+    name, world, (calls, sizes) = args.name, network["world"], plan(layers)
+    words = words_of(layers, world) | {"name": name, "guard": f"EXPORTED_{name.upper()}", "file": args.c.name}
+    signature = "void {name}_{output}(const {type} observation[{n_inputs}], float {output}[{n_outputs}])"
+    signature = signature.format(**words)
+    title = f"A policy for {about['args']['env_id']}, trained by {about['script']}.py for {about['step']:,} steps"
+    costs = {key: f"{x:,}" for key, x in costs_of(layers).items()} | {"n_weights": f"{count_weights(network)[1]:,}"}
+    meaning = Template(MEANINGS[world]).substitute(n_channels=layers[0].kernel.shape[-2])
+    includes = "#include <math.h>\n" if world == "mujoco" else ""
+    head = HEAD.substitute(words, **costs, title=plain(title), meaning=meaning, signature=signature, includes=includes)
+    parts = [head] + [f"static float {name}_{buffer}[{size}];\n" for buffer, size in sizes.items()]
+    for i, layer in enumerate(layers):
+        if layer.stride:
+            index = f"(channel * {layer.n_pixels} + row) * {layer.n_pixels} + column"
+            if world == "minatar" and i == 0:
+                index = f"(row * {GRID} + column) * {layer.kernel.shape[2]} + channel"
+            parts.append(cut_text(f"{name}_layer_{i}", layer, "float" if i else "uint8_t", index))
+        parts.append(layer_text(f"{name}_layer_{i}", layer, i == len(layers) - 1))
+    memory = {"observation": "observation", "output": words["output"]}
+    memory |= {buffer: f"{name}_{buffer}" for buffer in sizes}
+    body = [f"{name}_{function}({memory[x]}, {memory[y]});" for function, x, y in calls]
+    if world == "mujoco":
+        body.append(f"for (int i = 0; i < {words['n_outputs']}; i++) action[i] = tanhf(action[i]);")
+    parts += ["static inline " + signature + " {\n" + "".join(f"  {line}\n" for line in body) + "}\n"]
+    return "\n".join([*parts, "#endif\n"])
+
+
+def compile_command(args: Args) -> str:
+    return shlex.join(["cc", "-O3", "-march=native", str(args.main), "-o", args.name, "-lm"])
+
+
+def main_text(args: Args, network: dict, layers: list[PlanarLayer]) -> str:
+    words = words_of(layers, network["world"])
+    number, code = ("int", "%d") if words["type"] == "uint8_t" else ("float", "%f")
+    file = os.path.relpath(args.c, args.main.parent).replace(os.sep, "/")
+    return MAIN.substitute(words, name=args.name, file=file, command=compile_command(args), number=number, code=code)
+
+
+# ---- ONNX ------------------------------------------------------------------------------------------------------------
+def onnx_bytes(network: dict, layers: list[PlanarLayer]) -> bytes:
+    """Takes a batch of observations as the environment gives them; out come `q_values`, or `action`, from -1 to 1."""
+    import onnx.checker
+    from onnx import TensorProto, helper, numpy_helper
+
+    words, nodes, tensors = words_of(layers, network["world"]), [], []
+
+    def add(operator: str, *weights: str, **options) -> None:
+        inputs = [nodes[-1].output[0] if nodes else "observations", *weights]
+        nodes.append(helper.make_node(operator, inputs, [f"x_{len(nodes)}"], **options))
+
+    add("Cast", to=TensorProto.FLOAT)
+    if network["world"] == "minatar":
+        add("Transpose", perm=[0, 3, 1, 2])
+    for i, layer in enumerate(layers):
+        weights = f"kernel_{i}", f"bias_{i}"
+        if layer.stride:
+            kernel, padding = layer.kernel.transpose(3, 2, 0, 1), {"SAME": "SAME_UPPER"}.get(layer.padding, "VALID")
+            add("Conv", *weights, strides=[layer.stride] * 2, auto_pad=padding)
+        else:
+            kernel = layer.kernel
+            add("Flatten")
+            add("Gemm", *weights)
+        tensors += [numpy_helper.from_array(x, name) for x, name in zip((kernel, layer.bias), weights)]
+        if i < len(layers) - 1:
+            add("Relu")
+    if network["world"] == "mujoco":
+        add("Tanh")
+    nodes[-1].output[0] = words["output"]
+    kind = TensorProto.UINT8 if words["type"] == "uint8_t" else TensorProto.FLOAT
+    inputs = helper.make_tensor_value_info("observations", kind, ("batch", *words["shape"]))
+    outputs = helper.make_tensor_value_info(words["output"], TensorProto.FLOAT, ("batch", words["n_outputs"]))
+    graph = helper.make_graph(nodes, "policy", [inputs], [outputs], tensors)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)  # of 2022
+    onnx.checker.check_model(model)
+    return model.SerializeToString()
+
+
+# ---- Main ------------------------------------------------------------------------------------------------------------
+def print_costs(n_bytes: int, layers: list[PlanarLayer], dense_layers: list[PlanarLayer]) -> None:
+    """Of the header, and of one for the same network if it had not been pruned."""
+    here, dense = costs_of(layers), costs_of(dense_layers, sparse=False)
+    sample = array_text("", np.concatenate([layer.kernel[layer.kernel != 0][:1_000] for layer in layers]))
+    n_dense_bytes = round(
+        dense["flash"] / 4 * len(sample) / (sample.count(",") + 1), -3
+    )  # each number takes four bytes
+    print(f"{'The header':20}{'as it is':>14}{'dense':>14}")
+    print(f"{'Bytes in the file':20}{n_bytes:14,}{f'about {n_dense_bytes:,.0f}':>18}")
+    for name, key in (("Bytes of flash", "flash"), ("Bytes of RAM", "ram"), ("Non-zero weights", "weights")):
+        print(f"{name:20}{here[key]:14,}{dense[key]:14,}")
+
+
+def export_policy(args: Args) -> None:
+    check_args(args)
+    about, networks = load_policy(args.path)
+    network, contents = networks["target" if "target" in networks else "actor"], {}
+    layers, dense_layers = (planar_layers(args.path, network, drop_idle) for drop_idle in (True, False))
+    if args.c:
+        contents[args.c] = header_text(args, about, network, layers).encode()
+    if args.main:
+        contents[args.main] = main_text(args, network, layers).encode()
+    if args.onnx:
+        contents[args.onnx] = onnx_bytes(network, layers)
+    for path, content in contents.items():
+        write_whole(path, lambda file, content=content: file.write(content))
+        print(f"Written: {shlex.quote(str(path))}, {len(content):,} bytes")
+    if args.c:
+        print_costs(len(contents[args.c]), layers, dense_layers)
+    if args.main:
+        print(compile_command(args))
+
+
+def main(args: Args) -> None:
+    try:
+        export_policy(args)
+    except (OSError, ImportError) as error:  # a missing file, a full disk, a missing package
+        fail(str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    given = tyro.cli(Args, description=__doc__)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on `main` has the last word
+    main(given)
