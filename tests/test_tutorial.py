@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 NOTEBOOK = ROOT / "tutorial.ipynb"
 EXERCISES = range(1, 7)
-STEPS = "STEPS = 20_000"  # of each training run
+STEPS = "STEPS = 12_000"  # of each training run
 # Cells whose text is the same on every machine: no training, no time, no dot product on the way.
 DETERMINISTIC = "calls", "field", "agent", "tournament", "combinatorics", "grade", "plant"
 
