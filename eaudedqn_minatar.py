@@ -23,9 +23,8 @@ import shutil
 import signal
 import sys
 import time
-import typing
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, NoReturn
+from typing import Annotated, Literal, NamedTuple, NoReturn, get_type_hints
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports below ends it without a traceback
@@ -49,7 +48,7 @@ Distribution = Literal["erk", "uniform", "global"]  # of the sparsity over the t
 
 
 # ---- Arguments: the defaults are the paper's, scaled to a small world ----------------------------------------------
-Whole = Annotated[int, (1, math.inf)]  # a kind of flag with its range, in which a bound can be another flag
+Whole = Annotated[int, (1, math.inf)]  # a kind of flag and its range, where a bound may be the name of another flag
 Share = Annotated[float, (0, 1)]
 
 
@@ -88,7 +87,7 @@ def fail(message: str) -> NoReturn:
 
 def check_args(args: Args) -> None:
     """Each flag is within its range, which stands beside it."""
-    for name, kind in typing.get_type_hints(Args, include_extras=True).items():
+    for name, kind in get_type_hints(Args, include_extras=True).items():
         for bounds in getattr(kind, "__metadata__", ()):  # (smallest, largest), if there is a range
             smallest, largest = [getattr(args, x) if isinstance(x, str) else x for x in bounds]
             if not all(smallest <= x <= largest for x in np.ravel(getattr(args, name))):
@@ -106,9 +105,11 @@ def load_args(args: Args) -> Args:
     if not (folder / "args.json").exists():
         fail(f"{folder} is not the folder of a run")
     flags = json.loads((folder / "args.json").read_text())
-    differing = flags.keys() ^ vars(args).keys()
+    script, differing = flags.pop("script", "another script"), sorted(flags.keys() ^ vars(args).keys())
+    if script != Path(__file__).stem:
+        fail(f"{folder} is a run of {script}")
     if differing:
-        fail(f"{folder} is a run of another script or version, with other flags: {', '.join(map(flag, differing))}")
+        fail(f"{folder} is a run of another version of this script: it differs in {', '.join(map(flag, differing))}")
     if not (folder / "checkpoint.npz").exists():
         if (folder / "policy.npz").exists() and read_npz(folder / "policy.npz")[0]["step"] == flags["total_timesteps"]:
             print(f"{folder} is finished")
@@ -120,16 +121,16 @@ def load_args(args: Args) -> Args:
 
 
 # ---- Environment -----------------------------------------------------------------------------------------------------
-GAMES = {"asterix": "Asterix", "breakout": "Breakout", "freeway": "Freeway", "seaquest": "Seaquest"}
-GAMES["space_invaders"] = "SpaceInvaders"
+GAMES = {"Asterix": "asterix", "Breakout": "breakout", "Freeway": "freeway", "Seaquest": "seaquest"}
+GAMES["SpaceInvaders"] = "space_invaders"  # the package's spelling
 
 
 def canonical_name(env_id: str) -> str:
     """One spelling for all: `SpaceInvaders` for `space_invaders` and `MinAtar/SpaceInvaders-v1`."""
-    known = {name.lower(): name for name in GAMES.values()}
+    known = {name.lower(): name for name in GAMES}
     wanted = re.sub(r"^minatar/|-v\d+$|_", "", env_id.lower())
     if wanted not in known:
-        fail(f"unknown MinAtar game {env_id!r}; there are {', '.join(known.values())}")
+        fail(f"unknown MinAtar game {env_id!r}; there are {', '.join(GAMES)}")
     return known[wanted]
 
 
@@ -137,9 +138,9 @@ class MinAtarEnv:
     """A game (Young and Tian, 2019) with its smallest action set, sticky actions and growing difficulty."""
 
     def __init__(self, env_id: str, horizon: int):
-        name = {title: name for name, title in GAMES.items()}[canonical_name(env_id)]
-        self.game = minatar.Environment(name, sticky_action_prob=0.1, difficulty_ramping=True)
-        self.action_set, self.horizon = self.game.minimal_action_set(), horizon
+        self.game = minatar.Environment(GAMES[canonical_name(env_id)], sticky_action_prob=0.1, difficulty_ramping=True)
+        self.action_set = self.game.minimal_action_set()
+        self.horizon = horizon
 
     def reset(self, seed: int) -> tuple[np.ndarray, dict]:
         self.game.seed(seed)
@@ -306,6 +307,14 @@ def sparsity_of(masks) -> float:
     return float(1 - sum(mask.sum() for mask in prunable) / sum(mask.size for mask in prunable))
 
 
+@jax.jit
+def count_distinct(params) -> jax.Array:
+    """Different networks of a population: copies of one parent, pruned to the same sparsity, are equal."""
+    tensors = [x.reshape(len(x), -1) for x in jax.tree.leaves(params)]
+    equal = jnp.stack([(x[:, None] == x).all(axis=-1) for x in tensors]).all(axis=0)  # (K, K)
+    return (~jnp.tril(equal, -1).any(axis=1)).sum()  # those that equal none before them
+
+
 def next_sparsity(sparsity, noise, step: int, next_step: int, total_steps: int, max_speed: float) -> float:
     """Eq. (3): a random stretch along the line from (step, sparsity) to (total_steps, 1), capped by `max_speed`."""
     steps_left = max(total_steps - step, 1)  # at the last update the line is vertical, and the cap decides
@@ -333,8 +342,8 @@ def select_population(rng: np.random.Generator, losses: np.ndarray, tournament_s
 def network_probabilities(losses: np.ndarray) -> np.ndarray:
     """Fig. 3, right: in proportion to 1 / L_k. If some losses are 0, those share all; diverged networks get nothing."""
     losses = np.where(np.isfinite(losses), losses, np.inf).astype(float)
-    lowest = losses.min()
-    weights = losses == lowest if lowest in (0, np.inf) else lowest / losses
+    are_lowest = losses == losses.min()
+    weights = are_lowest if losses.min() in (0, np.inf) else losses.min() / losses
     return weights / weights.sum()
 
 
@@ -354,6 +363,7 @@ def make_optimizer(args: Args) -> optax.GradientTransformation:
     return optax.adam(args.learning_rate, eps=args.adam_epsilon)
 
 
+@jax.jit
 def network_at(stacked, idx):
     """What is at `idx` in all tensors of a tree: one network of a population, or one of each critic's."""
     return jax.tree.map(lambda x: x[idx], stacked)
@@ -374,14 +384,6 @@ def init_agent(args: Args, network: QNetwork, key: jax.Array, observations: np.n
 
 
 # ---- Learning --------------------------------------------------------------------------------------------------------
-@jax.jit
-def count_distinct(params) -> jax.Array:
-    """Different networks of a population: copies of one parent, pruned to the same sparsity, are equal."""
-    tensors = [x.reshape(len(x), -1) for x in jax.tree.leaves(params)]
-    equal = jnp.stack([(x[:, None] == x).all(axis=-1) for x in tensors]).all(axis=0)  # (K, K)
-    return (~jnp.tril(equal, -1).any(axis=1)).sum()  # those that equal none before them
-
-
 def population_q_values(network: QNetwork, params, observations: jax.Array) -> jax.Array:
     """(K, batch, n_actions). On a CPU, where a vmapped convolution takes twice the time, the torsos are a loop."""
     if jax.default_backend() != "cpu" or not hasattr(network, "torso"):
@@ -415,24 +417,30 @@ def learn(args: Args, network: QNetwork, state: AgentState, batch: Batch) -> tup
 
 
 def prune_copies(args: Args, rng: np.random.Generator, state: AgentState, parents: np.ndarray, step: int) -> AgentState:
-    """Alg. 1, l. 15: slot k gets network `parents[k]`; copies are pruned to a sparsity drawn by Eq. (3)."""
-    is_copy, next_step = parents != np.arange(args.n_networks), step + args.target_period
-    params, opt_state, masks = network_at((state.params, state.opt_state, state.masks), parents)  # on the device
-    sparsities = np.asarray(state.sparsities, float)[parents]
-    for k in np.flatnonzero(is_copy):
+    """Alg. 1, l. 15: slot k gets network `parents[k]`, and copies are pruned to a sparsity drawn by Eq. (3)."""
+    next_step = step + args.target_period
+    sparsities = np.array(state.sparsities)
+    masks = [network_at(state.masks, parent) for parent in parents]
+    for k in np.flatnonzero(parents != np.arange(args.n_networks)):
         noise = rng.uniform(0, args.max_noise)
-        sparsity = next_sparsity(sparsities[k], noise, step, next_step, args.total_timesteps, args.max_speed)
-        sparsities[k] = min(sparsity, 1 - 1e-6)  # every tensor keeps a weight in any case
-        mask = magnitude_masks(network_at(params, k), sparsities[k], args.sparsity_distribution)
-        masks = jax.tree.map(lambda x, new, k=k: x.at[k].set(new), masks, mask)
-    params = jax.tree.map(jnp.multiply, params, masks)
-    new_adams = jax.vmap(make_optimizer(args).init)(params)
-    opt_state = jax.vmap(choose)(is_copy, new_adams, opt_state)  # who stays keeps its own
-    return state._replace(params=params, opt_state=opt_state, masks=masks, sparsities=sparsities.astype(np.float32))
+        sparsity = float(sparsities[parents[k]])
+        sparsity = next_sparsity(sparsity, noise, step, next_step, args.total_timesteps, args.max_speed)
+        sparsities[k] = sparsity = min(sparsity, 1 - 1e-6)  # `magnitude_masks` wants less than 1
+        masks[k] = magnitude_masks(network_at(state.params, parents[k]), sparsity, args.sparsity_distribution)
+    masks = jax.tree.map(lambda *x: jnp.stack(x), *masks)
+    return next_population(args, state, parents, masks, sparsities)
 
 
-def choose(condition: jax.Array, tree, other):
-    return jax.tree.map(functools.partial(jnp.where, condition), tree, other)
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def next_population(args: Args, state: AgentState, parents, masks, sparsities) -> AgentState:
+    """Networks gathered by `parents`, on the device. Those that stay keep their Adam, copies start a new one."""
+    params = jax.tree.map(jnp.multiply, network_at(state.params, parents), masks)
+    opt_state = jax.vmap(optax.tree.where)(
+        parents == jnp.arange(args.n_networks),
+        network_at(state.opt_state, parents),
+        jax.vmap(make_optimizer(args).init)(params),
+    )
+    return state._replace(params=params, opt_state=opt_state, masks=masks, sparsities=sparsities)
 
 
 # ---- Acting ----------------------------------------------------------------------------------------------------------
@@ -481,25 +489,26 @@ def train(args: Args) -> Path:
 
             # DIFFERS: no target update without a gradient step since the last one, when all cumulated losses are 0.
             if step % args.target_period == 0 and state.cumulated_losses.any():  # l. 12
-                norms = jax.vmap(optax.global_norm)(state.params)  # not finite if a weight is not
+                norms = jax.vmap(optax.tree.norm)(state.params)  # not finite if a weight is not
                 losses = np.where(np.isfinite(norms), state.cumulated_losses, np.inf)
                 if not np.isfinite(losses).any():
                     fail(f"all networks have diverged by step {step}; try a lower --learning-rate")
                 target_idx = losses.argmin()  # l. 13
                 state = state._replace(target_params=network_at(state.params, target_idx))
-                run.log({"sparsity/target": state.sparsities[target_idx], "sparsity/network": state.sparsities})
                 parents = select_population(rng, losses, args.tournament_size)  # l. 14
+                run.log({"sparsity/target": state.sparsities[target_idx], "sparsity/network": state.sparsities})
                 run.log({"losses/cumulated": losses, "population/parent": parents})
                 state = prune_copies(args, rng, state, parents, step)  # l. 15
-                run.log({"population/distinct": count_distinct(state.params)})
                 state = state._replace(cumulated_losses=jnp.zeros(args.n_networks))  # l. 16
+                run.log({"population/distinct": count_distinct(state.params)})
 
             if step % LOG_PERIOD == 0:
                 run.log({"charts/epsilon": epsilon, **metrics})
             if run.save_is_due():
                 checkpoint = {"state": state, "memory": memory.saved(), "episode": episode.saved()}
                 run.save({"target": state.target_params}, {"target": network.layers}, checkpoint, metrics)
-        if step // args.target_period * args.target_period <= args.learning_starts:
+        first_update = (args.learning_starts // args.gradient_period + 1) * args.gradient_period
+        if step // args.target_period * args.target_period < first_update:
             print("The policy is an untrained network: no target update came after a gradient step")
     return run.folder
 
@@ -544,14 +553,17 @@ class Run:
 
     def __init__(self, args: Args, rng: np.random.Generator):
         name = f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{time.time():.3f}"
-        self.args, self.rng, self.folder = args, rng, args.resume or args.runs_dir / name
-        self.step, self.stop_signal, self.stopped, self.handlers, self.shown = 0, None, False, {}, {}
+        self.args, self.rng = args, rng
+        self.folder = args.resume or args.runs_dir / name
+        self.step, self.shown = 0, {}
+        self.stop_signal, self.stopped, self.handlers = None, False, {}
         self.lock = filelock.FileLock(self.folder / "in_use.lock")  # makes the folder, too
         self.lock.acquire(blocking=False)
         with contextlib.suppress(ValueError):  # outside the main thread Python allows no handlers
             self.handlers = {x: signal.signal(x, self.interrupt) for x in (signal.SIGINT, signal.SIGTERM)}
         if not args.resume:
-            (self.folder / "args.json").write_text(json.dumps(vars(args), indent=2, default=str))
+            flags = {"script": Path(__file__).stem, **vars(args)}
+            (self.folder / "args.json").write_text(json.dumps(flags, indent=2, default=str))
 
     def interrupt(self, signum: int, _) -> None:
         if self.stop_signal and signum == signal.SIGINT:  # a second Ctrl-C does not wait for the end of the step
@@ -610,7 +622,7 @@ class Run:
     def save(self, policy: dict, layers: dict, checkpoint: dict, metrics: dict) -> None:
         """The networks that play, and what it takes to go on as if the run had never stopped."""
         self.policy = jax.tree.map(lambda x: np.asarray(x) + 0, policy)  # -0 becomes 0: then the file is smaller
-        if not np.isfinite(optax.global_norm(self.policy)):
+        if not np.isfinite(optax.tree.norm(self.policy)):
             fail(f"the networks have diverged by step {self.step}; try a lower --learning-rate")
         if self.args.checkpoint_period and self.step < self.args.total_timesteps:
             self.writer.flush()
@@ -621,17 +633,17 @@ class Run:
                 files[path.name] = path.stat().st_size
             about = {"step": self.step, "rng": self.rng.bit_generator.state, "files": files, "metrics": metrics}
             write_npz(self.folder / "checkpoint.npz", about, checkpoint)
-        about = {"script": Path(__file__).stem, "args": json.loads((self.folder / "args.json").read_text())}
-        sparsity = {name: sparsity_of(jax.tree.map(np.bool_, network)) for name, network in self.policy.items()}
-        about |= {"step": self.step, "layers": layers, "sparsity": sparsity}
+        flags = json.loads((self.folder / "args.json").read_text())
+        about = {"script": flags.pop("script"), "args": flags, "step": self.step, "layers": layers}
+        about["sparsity"] = {name: sparsity_of(jax.tree.map(np.bool_, x)) for name, x in self.policy.items()}
         write_npz(self.folder / "policy.npz", about, self.policy, np.savez_compressed)
         self.stopped = self.stop_signal is not None and self.step < self.args.total_timesteps
 
     def finish(self) -> None:
         """The last words. What a finished run no longer needs goes."""
         weights = np.concatenate([x.ravel() for x in jax.tree.leaves(self.policy) if x.ndim > 1])
-        end, n_kept = "Interrupted" if self.stopped else "Finished", np.count_nonzero(weights)
-        print(f"{end} after {self.step:,} steps, with {n_kept:,} of {weights.size:,} weights")
+        end = "Interrupted" if self.stopped else "Finished"
+        print(f"{end} after {self.step:,} steps, with {np.count_nonzero(weights):,} of {weights.size:,} weights")
         if self.stopped and self.args.checkpoint_period:
             print(shlex.join(["python", os.path.relpath(__file__), "--resume", str(self.folder)]))
         player = Path(__file__).with_name("play_policy.py")

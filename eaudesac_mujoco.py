@@ -23,9 +23,8 @@ import shutil
 import signal
 import sys
 import time
-import typing
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, NoReturn
+from typing import Annotated, Literal, NamedTuple, NoReturn, get_type_hints
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports below ends it without a traceback
@@ -51,7 +50,7 @@ EVAL_SEED = 10_000  # of the first episode of every evaluation; the next ones co
 
 
 # ---- Arguments: the defaults are the paper's, where it has them ------------------------------------------------------
-Whole = Annotated[int, (1, math.inf)]  # a kind of flag with its range, in which a bound can be another flag
+Whole = Annotated[int, (1, math.inf)]  # a kind of flag and its range, where a bound may be the name of another flag
 Share = Annotated[float, (0, 1)]
 
 
@@ -65,15 +64,15 @@ class Args:
     resume: Path | None = None  # folder of a run to go on with, under its own flags
     critic_features: Annotated[tuple[int, ...], (1, math.inf)] = (256, 256)  # widths of the hidden layers of a critic
     actor_features: Annotated[tuple[int, ...], (1, math.inf)] = (256, 256)  # widths of the hidden layers of the actor
-    n_networks: Whole = 5  # online networks that learn side by side [K]
+    n_networks: Whole = 5  # online networks of each of the two critics, which learn side by side [K]
     tournament_size: Annotated[int, (1, "n_networks")] = 3  # networks drawn for a tournament; the lowest loss wins [M]
     max_noise: Annotated[float, (0, 1e9)] = 3.0  # a pruning's size is scaled by a draw from 0 to this [U_max]
     max_speed: Share = 0.01  # largest share of the remaining weights that one pruning removes [S_max]
     actor_final_sparsity: Annotated[float, (0, 0.999)] = 0.0  # sparsity of the actor at the end of Eq. (2)
-    pruning_power: Whole = 3  # steepness of the schedule, which is fastest at its start [n]
-    pruning_start: Share = 0.2  # share of the run at which the schedule of Eq. (2) starts [t_start]
+    pruning_power: Whole = 3  # steepness of the actor's schedule, which is fastest at its start [n]
+    pruning_start: Share = 0.2  # share of the run at which the actor's schedule, Eq. (2), starts [t_start]
     pruning_end: Annotated[float, ("pruning_start", 1)] = 0.8  # share of the run at which it ends [t_end]
-    pruning_period: Whole = 1_000  # steps between two prunings [P]
+    pruning_period: Whole = 1_000  # steps between two tournaments, after which copies are pruned [P]
     sparsity_distribution: Distribution = "erk"  # Erdos-Renyi-Kernel, the same in all tensors, or one threshold for all
     learning_starts: Annotated[int, (1, "total_timesteps")] = 5_000  # steps played before the first gradient step
     buffer_size: Annotated[int, (2, math.inf)] = 1_000_000  # transitions in the replay memory, first in, first out [D]
@@ -96,7 +95,7 @@ def fail(message: str) -> NoReturn:
 
 def check_args(args: Args) -> None:
     """Each flag is within its range, which stands beside it."""
-    for name, kind in typing.get_type_hints(Args, include_extras=True).items():
+    for name, kind in get_type_hints(Args, include_extras=True).items():
         for bounds in getattr(kind, "__metadata__", ()):  # (smallest, largest), if there is a range
             smallest, largest = [getattr(args, x) if isinstance(x, str) else x for x in bounds]
             if not all(smallest <= x <= largest for x in np.ravel(getattr(args, name))):
@@ -114,9 +113,11 @@ def load_args(args: Args) -> Args:
     if not (folder / "args.json").exists():
         fail(f"{folder} is not the folder of a run")
     flags = json.loads((folder / "args.json").read_text())
-    differing = flags.keys() ^ vars(args).keys()
+    script, differing = flags.pop("script", "another script"), sorted(flags.keys() ^ vars(args).keys())
+    if script != Path(__file__).stem:
+        fail(f"{folder} is a run of {script}")
     if differing:
-        fail(f"{folder} is a run of another script or version, with other flags: {', '.join(map(flag, differing))}")
+        fail(f"{folder} is a run of another version of this script: it differs in {', '.join(map(flag, differing))}")
     if not (folder / "checkpoint.npz").exists():
         if (folder / "policy.npz").exists() and read_npz(folder / "policy.npz")[0]["step"] == flags["total_timesteps"]:
             print(f"{folder} is finished")
@@ -176,9 +177,11 @@ class Transitions(NamedTuple):
     terminals: np.ndarray  # (...), 1 at a terminal state, 0 also where the time limit cuts the episode
 
 
-def check_disk(folder: Path, n_bytes: int) -> None:
-    if n_bytes > shutil.disk_usage(folder).free:
-        fail(f"{folder} needs {n_bytes / 1e9:,.1f} GB: lower --buffer-size, or --checkpoint-period 0 writes nothing")
+def check_disk(args: Args, folder: Path, n_bytes: int) -> None:
+    """A checkpoint holds the memory, and is written beside the one before it, which is there when a run goes on."""
+    needed = n_bytes * (1 if args.resume else 2)
+    if args.checkpoint_period and needed > shutil.disk_usage(folder).free:
+        fail(f"{folder} needs {needed / 1e9:,.1f} GB: lower --buffer-size, or --checkpoint-period 0 writes nothing")
 
 
 class TransitionMemory:
@@ -290,6 +293,14 @@ def sparsity_of(masks) -> float:
     return float(1 - sum(mask.sum() for mask in prunable) / sum(mask.size for mask in prunable))
 
 
+@jax.jit
+def count_distinct(params) -> jax.Array:
+    """Different networks of a population: copies of one parent, pruned to the same sparsity, are equal."""
+    tensors = [x.reshape(len(x), -1) for x in jax.tree.leaves(params)]
+    equal = jnp.stack([(x[:, None] == x).all(axis=-1) for x in tensors]).all(axis=0)  # (K, K)
+    return (~jnp.tril(equal, -1).any(axis=1)).sum()  # those that equal none before them
+
+
 def polynomial_sparsity(step: int, total_steps: int, final_sparsity, start, end, power) -> float:
     """Eq. (2): from 0 at `start` to `final_sparsity` at `end`, both shares of `total_steps`."""
     progress = (step - start * total_steps) / ((end - start) * total_steps or 1)
@@ -341,6 +352,7 @@ def make_optimizer(args: Args) -> optax.GradientTransformation:
     return optax.adam(args.learning_rate, eps=args.adam_epsilon)
 
 
+@jax.jit
 def network_at(stacked, idx):
     """What is at `idx` in all tensors of a tree: one network of a population, or one of each critic's."""
     return jax.tree.map(lambda x: x[idx], stacked)
@@ -368,21 +380,13 @@ def init_agent(args: Args, actor: Actor, critic: Critic, key: jax.Array, observa
 
 
 # ---- Learning --------------------------------------------------------------------------------------------------------
-@jax.jit
-def count_distinct(params) -> jax.Array:
-    """Different networks of a population: copies of one parent, pruned to the same sparsity, are equal."""
-    tensors = [x.reshape(len(x), -1) for x in jax.tree.leaves(params)]
-    equal = jnp.stack([(x[:, None] == x).all(axis=-1) for x in tensors]).all(axis=0)  # (K, K)
-    return (~jnp.tril(equal, -1).any(axis=1)).sum()  # those that equal none before them
-
-
 class Draws(NamedTuple):
     """All that is random in a call of `learn`."""
 
     batches: Transitions  # (utd, batch, ...)
     critic_noise: np.ndarray  # (utd, batch, n_actions), standard normal
     actor_noise: np.ndarray  # (batch, n_actions)
-    choices: np.ndarray  # (2,) uniform in [0, 1), for the critic that the actor learns from
+    choice_uniforms: np.ndarray  # (2,) uniform in [0, 1), for the critic that the actor learns from
 
 
 def soft_values(actor: Actor, critic: Critic, actor_params, temperature, critic_pair, observations, noise):
@@ -413,7 +417,7 @@ def learn_critics(args: Args, actor: Actor, critic: Critic, state: AgentState, b
     target_params = optax.incremental_update(params, state.target_params, args.tau)
 
     averages = (1 - args.tau) * state.cumulated_losses + args.tau * losses
-    norms = jax.vmap(jax.vmap(optax.global_norm))(params)  # not finite if a weight is not
+    norms = jax.vmap(jax.vmap(optax.tree.norm))(params)  # not finite if a weight is not
     cumulated_losses = jnp.where(jnp.isfinite(averages + norms), averages, jnp.inf)
     state = state._replace(params=params, target_params=target_params, opt_state=opt_state)
     state = state._replace(cumulated_losses=cumulated_losses, target_idx=cumulated_losses.argmin(axis=1))  # l. 10
@@ -451,10 +455,10 @@ def draw_networks(uniform: jax.Array, losses: jax.Array) -> jax.Array:
 def learn(args: Args, actor: Actor, critic: Critic, state: AgentState, draws: Draws, with_actor: bool):
     """Alg. 2, l. 4-12. The actor learns from the last of the `utd` batches."""
     for i in range(args.utd):
-        batch = network_at(draws.batches, i)
+        batch = Transitions(*(x[i] for x in draws.batches))
         state, metrics = learn_critics(args, actor, critic, state, batch, draws.critic_noise[i])
     if with_actor:
-        behaviour_idx = draw_networks(draws.choices, state.cumulated_losses)  # (2,) l. 11
+        behaviour_idx = draw_networks(draws.choice_uniforms, state.cumulated_losses)  # (2,) l. 11
         critic_pair = network_at(state.params, (jnp.arange(2), behaviour_idx))  # (2, ...)
         state, actor_metrics = learn_actor(
             args, actor, critic, state, critic_pair, batch.observations, draws.actor_noise
@@ -465,26 +469,33 @@ def learn(args: Args, actor: Actor, critic: Critic, state: AgentState, draws: Dr
 
 def prune_critic_copies(args: Args, rng: np.random.Generator, state: AgentState, parents: np.ndarray, step: int):
     """Alg. 2, l. 15: slot (i, k) gets network (i, parents[i, k]); copies are pruned to a sparsity drawn by Eq. (3)."""
-    is_copy, next_step = parents != np.arange(args.n_networks), step + args.pruning_period
-    critics = state.params, state.target_params, state.opt_state, state.masks
-    idx = np.arange(2)[:, None], parents
-    params, target_params, opt_state, masks = network_at(critics, idx)  # on the device
-    sparsities = np.asarray(state.sparsities, float)[idx]
-    for i, k in np.argwhere(is_copy):
+    next_step = step + args.pruning_period
+    sparsities = np.array(state.sparsities)
+    masks = [[network_at(state.masks, (i, parent)) for parent in parents[i]] for i in range(2)]
+    for i, k in np.argwhere(parents != np.arange(args.n_networks)):
+        parent = i, parents[i, k]
         noise = rng.uniform(0, args.max_noise)
-        sparsity = next_sparsity(sparsities[i, k], noise, step, next_step, args.total_timesteps, args.max_speed)
-        sparsities[i, k] = min(sparsity, 1 - 1e-6)  # every tensor keeps a weight in any case
-        mask = magnitude_masks(network_at(params, (i, k)), sparsities[i, k], args.sparsity_distribution)
-        masks = jax.tree.map(lambda x, new, i=i, k=k: x.at[i, k].set(new), masks, mask)
-    params = jax.tree.map(jnp.multiply, params, masks)  # the targets are not masked: they follow
-    new_adams = jax.vmap(jax.vmap(make_optimizer(args).init))(params)
-    opt_state = jax.vmap(jax.vmap(choose))(is_copy, new_adams, opt_state)  # who stays keeps its own
-    state = state._replace(params=params, target_params=target_params, opt_state=opt_state, masks=masks)
-    return state._replace(sparsities=sparsities.astype(np.float32))
+        sparsity = float(sparsities[parent])
+        sparsity = next_sparsity(sparsity, noise, step, next_step, args.total_timesteps, args.max_speed)
+        sparsities[i, k] = sparsity = min(sparsity, 1 - 1e-6)  # `magnitude_masks` wants less than 1
+        masks[i][k] = magnitude_masks(network_at(state.params, parent), sparsity, args.sparsity_distribution)
+    masks = jax.tree.map(lambda *x: jnp.stack(x).reshape(2, args.n_networks, *x[0].shape), *masks[0], *masks[1])
+    return next_critics(args, state, parents, masks, sparsities)
 
 
-def choose(condition: jax.Array, tree, other):
-    return jax.tree.map(functools.partial(jnp.where, condition), tree, other)
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def next_critics(args: Args, state: AgentState, parents, masks, sparsities) -> AgentState:
+    """Networks gathered by `parents`, on the device. Those that stay keep their Adam, copies start a new one."""
+    idx = jnp.arange(2)[:, None], parents
+    params = jax.tree.map(jnp.multiply, network_at(state.params, idx), masks)
+    opt_state = jax.vmap(jax.vmap(optax.tree.where))(
+        parents == jnp.arange(args.n_networks),
+        network_at(state.opt_state, idx),
+        jax.vmap(jax.vmap(make_optimizer(args).init))(params),
+    )
+    target_params = network_at(state.target_params, idx)  # not masked: they follow params
+    state = state._replace(params=params, target_params=target_params, opt_state=opt_state)
+    return state._replace(masks=masks, sparsities=sparsities)
 
 
 def prune_actor(args: Args, state: AgentState, step: int) -> AgentState:
@@ -527,12 +538,11 @@ def train(args: Args) -> Path:
     state = init_agent(args, actor, critic, jax.random.key(args.seed), np.zeros(n_observations))  # Alg. 2, l. 1
     with contextlib.closing(Run(args, rng)) as run:
         episode = Episode(seed=rng.integers(2**31))
-        fresh = {"state": state, "memory": TransitionMemory.EMPTY, "episode": episode.saved()}
-        saved = run.restore(**fresh)
+        saved = run.restore(state=state, memory=TransitionMemory.EMPTY, episode=episode.saved())  # as given, if new
         state, metrics, episode = saved["state"], saved["metrics"], Episode(**saved["episode"])
-        memory = TransitionMemory(args.buffer_size, n_observations, n_actions, **saved["memory"])
-        if args.checkpoint_period:
-            check_disk(run.folder, 2 * memory.rows[: args.total_timesteps].nbytes)  # two checkpoints, one being written
+        size = min(args.buffer_size, args.total_timesteps)
+        memory = TransitionMemory(size, n_observations, n_actions, **saved["memory"])
+        check_disk(args, run.folder, memory.rows.nbytes)
         observation = episode.replay(env)
         for step in run.steps(args.learning_starts):  # l. 2
             if step <= args.learning_starts:
@@ -542,7 +552,7 @@ def train(args: Args) -> Path:
                 # DIFFERS: an update samples before the newest transition is added, as the environment runs meanwhile.
                 batches = memory.sample(rng, (args.utd, args.batch_size))  # l. 5
                 noise = rng.standard_normal((args.utd + 1, args.batch_size, n_actions), np.float32)
-                draws = Draws(batches, noise[:-1], noise[-1], choices=rng.random(2, np.float32))
+                draws = Draws(batches, noise[:-1], noise[-1], rng.random(2, np.float32))
                 with_actor = step % args.policy_delay == 0
                 state, new_metrics = learn(args, actor, critic, state, draws, with_actor)  # l. 4-12
                 metrics |= new_metrics
@@ -627,14 +637,17 @@ class Run:
 
     def __init__(self, args: Args, rng: np.random.Generator):
         name = f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{time.time():.3f}"
-        self.args, self.rng, self.folder = args, rng, args.resume or args.runs_dir / name
-        self.step, self.stop_signal, self.stopped, self.handlers, self.shown = 0, None, False, {}, {}
+        self.args, self.rng = args, rng
+        self.folder = args.resume or args.runs_dir / name
+        self.step, self.shown = 0, {}
+        self.stop_signal, self.stopped, self.handlers = None, False, {}
         self.lock = filelock.FileLock(self.folder / "in_use.lock")  # makes the folder, too
         self.lock.acquire(blocking=False)
         with contextlib.suppress(ValueError):  # outside the main thread Python allows no handlers
             self.handlers = {x: signal.signal(x, self.interrupt) for x in (signal.SIGINT, signal.SIGTERM)}
         if not args.resume:
-            (self.folder / "args.json").write_text(json.dumps(vars(args), indent=2, default=str))
+            flags = {"script": Path(__file__).stem, **vars(args)}
+            (self.folder / "args.json").write_text(json.dumps(flags, indent=2, default=str))
 
     def interrupt(self, signum: int, _) -> None:
         if self.stop_signal and signum == signal.SIGINT:  # a second Ctrl-C does not wait for the end of the step
@@ -693,7 +706,7 @@ class Run:
     def save(self, policy: dict, layers: dict, checkpoint: dict, metrics: dict) -> None:
         """The networks that play, and what it takes to go on as if the run had never stopped."""
         self.policy = jax.tree.map(lambda x: np.asarray(x) + 0, policy)  # -0 becomes 0: then the file is smaller
-        if not np.isfinite(optax.global_norm(self.policy)):
+        if not np.isfinite(optax.tree.norm(self.policy)):
             fail(f"the networks have diverged by step {self.step}; try a lower --learning-rate")
         if self.args.checkpoint_period and self.step < self.args.total_timesteps:
             self.writer.flush()
@@ -704,17 +717,17 @@ class Run:
                 files[path.name] = path.stat().st_size
             about = {"step": self.step, "rng": self.rng.bit_generator.state, "files": files, "metrics": metrics}
             write_npz(self.folder / "checkpoint.npz", about, checkpoint)
-        about = {"script": Path(__file__).stem, "args": json.loads((self.folder / "args.json").read_text())}
-        sparsity = {name: sparsity_of(jax.tree.map(np.bool_, network)) for name, network in self.policy.items()}
-        about |= {"step": self.step, "layers": layers, "sparsity": sparsity}
+        flags = json.loads((self.folder / "args.json").read_text())
+        about = {"script": flags.pop("script"), "args": flags, "step": self.step, "layers": layers}
+        about["sparsity"] = {name: sparsity_of(jax.tree.map(np.bool_, x)) for name, x in self.policy.items()}
         write_npz(self.folder / "policy.npz", about, self.policy, np.savez_compressed)
         self.stopped = self.stop_signal is not None and self.step < self.args.total_timesteps
 
     def finish(self) -> None:
         """The last words. What a finished run no longer needs goes."""
         weights = np.concatenate([x.ravel() for x in jax.tree.leaves(self.policy) if x.ndim > 1])
-        end, n_kept = "Interrupted" if self.stopped else "Finished", np.count_nonzero(weights)
-        print(f"{end} after {self.step:,} steps, with {n_kept:,} of {weights.size:,} weights")
+        end = "Interrupted" if self.stopped else "Finished"
+        print(f"{end} after {self.step:,} steps, with {np.count_nonzero(weights):,} of {weights.size:,} weights")
         if self.stopped and self.args.checkpoint_period:
             print(shlex.join(["python", os.path.relpath(__file__), "--resume", str(self.folder)]))
         player = Path(__file__).with_name("play_policy.py")

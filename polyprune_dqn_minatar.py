@@ -23,9 +23,8 @@ import shutil
 import signal
 import sys
 import time
-import typing
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, NoReturn
+from typing import Annotated, Literal, NamedTuple, NoReturn, get_type_hints
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports below ends it without a traceback
@@ -49,7 +48,7 @@ Distribution = Literal["erk", "uniform", "global"]  # of the sparsity over the t
 
 
 # ---- Arguments: the defaults are the paper's, scaled to a small world ----------------------------------------------
-Whole = Annotated[int, (1, math.inf)]  # a kind of flag with its range, in which a bound can be another flag
+Whole = Annotated[int, (1, math.inf)]  # a kind of flag and its range, where a bound may be the name of another flag
 Share = Annotated[float, (0, 1)]
 
 
@@ -89,7 +88,7 @@ def fail(message: str) -> NoReturn:
 
 def check_args(args: Args) -> None:
     """Each flag is within its range, which stands beside it."""
-    for name, kind in typing.get_type_hints(Args, include_extras=True).items():
+    for name, kind in get_type_hints(Args, include_extras=True).items():
         for bounds in getattr(kind, "__metadata__", ()):  # (smallest, largest), if there is a range
             smallest, largest = [getattr(args, x) if isinstance(x, str) else x for x in bounds]
             if not all(smallest <= x <= largest for x in np.ravel(getattr(args, name))):
@@ -107,9 +106,11 @@ def load_args(args: Args) -> Args:
     if not (folder / "args.json").exists():
         fail(f"{folder} is not the folder of a run")
     flags = json.loads((folder / "args.json").read_text())
-    differing = flags.keys() ^ vars(args).keys()
+    script, differing = flags.pop("script", "another script"), sorted(flags.keys() ^ vars(args).keys())
+    if script != Path(__file__).stem:
+        fail(f"{folder} is a run of {script}")
     if differing:
-        fail(f"{folder} is a run of another script or version, with other flags: {', '.join(map(flag, differing))}")
+        fail(f"{folder} is a run of another version of this script: it differs in {', '.join(map(flag, differing))}")
     if not (folder / "checkpoint.npz").exists():
         if (folder / "policy.npz").exists() and read_npz(folder / "policy.npz")[0]["step"] == flags["total_timesteps"]:
             print(f"{folder} is finished")
@@ -121,16 +122,16 @@ def load_args(args: Args) -> Args:
 
 
 # ---- Environment -----------------------------------------------------------------------------------------------------
-GAMES = {"asterix": "Asterix", "breakout": "Breakout", "freeway": "Freeway", "seaquest": "Seaquest"}
-GAMES["space_invaders"] = "SpaceInvaders"
+GAMES = {"Asterix": "asterix", "Breakout": "breakout", "Freeway": "freeway", "Seaquest": "seaquest"}
+GAMES["SpaceInvaders"] = "space_invaders"  # the package's spelling
 
 
 def canonical_name(env_id: str) -> str:
     """One spelling for all: `SpaceInvaders` for `space_invaders` and `MinAtar/SpaceInvaders-v1`."""
-    known = {name.lower(): name for name in GAMES.values()}
+    known = {name.lower(): name for name in GAMES}
     wanted = re.sub(r"^minatar/|-v\d+$|_", "", env_id.lower())
     if wanted not in known:
-        fail(f"unknown MinAtar game {env_id!r}; there are {', '.join(known.values())}")
+        fail(f"unknown MinAtar game {env_id!r}; there are {', '.join(GAMES)}")
     return known[wanted]
 
 
@@ -138,9 +139,9 @@ class MinAtarEnv:
     """A game (Young and Tian, 2019) with its smallest action set, sticky actions and growing difficulty."""
 
     def __init__(self, env_id: str, horizon: int):
-        name = {title: name for name, title in GAMES.items()}[canonical_name(env_id)]
-        self.game = minatar.Environment(name, sticky_action_prob=0.1, difficulty_ramping=True)
-        self.action_set, self.horizon = self.game.minimal_action_set(), horizon
+        self.game = minatar.Environment(GAMES[canonical_name(env_id)], sticky_action_prob=0.1, difficulty_ramping=True)
+        self.action_set = self.game.minimal_action_set()
+        self.horizon = horizon
 
     def reset(self, seed: int) -> tuple[np.ndarray, dict]:
         self.game.seed(seed)
@@ -413,7 +414,7 @@ def train(args: Args) -> Path:
             observation = next_observation
 
             if step % args.target_period == 0:  # l. 12
-                if not np.isfinite(optax.global_norm(state.params)):
+                if not np.isfinite(optax.tree.norm(state.params)):
                     fail(f"the network has diverged by step {step}; try a lower --learning-rate")
                 state = state._replace(target_params=jax.tree.map(jnp.copy, state.params))  # l. 13
                 run.log({"sparsity/target": state.sparsity})
@@ -426,7 +427,8 @@ def train(args: Args) -> Path:
             if run.save_is_due():
                 checkpoint = {"state": state, "memory": memory.saved(), "episode": episode.saved()}
                 run.save({"target": state.target_params}, {"target": network.layers}, checkpoint, metrics)
-        if step // args.target_period * args.target_period <= args.learning_starts:
+        first_update = (args.learning_starts // args.gradient_period + 1) * args.gradient_period
+        if step // args.target_period * args.target_period < first_update:
             print("The policy is an untrained network: no target update came after a gradient step")
     return run.folder
 
@@ -471,14 +473,17 @@ class Run:
 
     def __init__(self, args: Args, rng: np.random.Generator):
         name = f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{time.time():.3f}"
-        self.args, self.rng, self.folder = args, rng, args.resume or args.runs_dir / name
-        self.step, self.stop_signal, self.stopped, self.handlers, self.shown = 0, None, False, {}, {}
+        self.args, self.rng = args, rng
+        self.folder = args.resume or args.runs_dir / name
+        self.step, self.shown = 0, {}
+        self.stop_signal, self.stopped, self.handlers = None, False, {}
         self.lock = filelock.FileLock(self.folder / "in_use.lock")  # makes the folder, too
         self.lock.acquire(blocking=False)
         with contextlib.suppress(ValueError):  # outside the main thread Python allows no handlers
             self.handlers = {x: signal.signal(x, self.interrupt) for x in (signal.SIGINT, signal.SIGTERM)}
         if not args.resume:
-            (self.folder / "args.json").write_text(json.dumps(vars(args), indent=2, default=str))
+            flags = {"script": Path(__file__).stem, **vars(args)}
+            (self.folder / "args.json").write_text(json.dumps(flags, indent=2, default=str))
 
     def interrupt(self, signum: int, _) -> None:
         if self.stop_signal and signum == signal.SIGINT:  # a second Ctrl-C does not wait for the end of the step
@@ -537,7 +542,7 @@ class Run:
     def save(self, policy: dict, layers: dict, checkpoint: dict, metrics: dict) -> None:
         """The networks that play, and what it takes to go on as if the run had never stopped."""
         self.policy = jax.tree.map(lambda x: np.asarray(x) + 0, policy)  # -0 becomes 0: then the file is smaller
-        if not np.isfinite(optax.global_norm(self.policy)):
+        if not np.isfinite(optax.tree.norm(self.policy)):
             fail(f"the networks have diverged by step {self.step}; try a lower --learning-rate")
         if self.args.checkpoint_period and self.step < self.args.total_timesteps:
             self.writer.flush()
@@ -548,17 +553,17 @@ class Run:
                 files[path.name] = path.stat().st_size
             about = {"step": self.step, "rng": self.rng.bit_generator.state, "files": files, "metrics": metrics}
             write_npz(self.folder / "checkpoint.npz", about, checkpoint)
-        about = {"script": Path(__file__).stem, "args": json.loads((self.folder / "args.json").read_text())}
-        sparsity = {name: sparsity_of(jax.tree.map(np.bool_, network)) for name, network in self.policy.items()}
-        about |= {"step": self.step, "layers": layers, "sparsity": sparsity}
+        flags = json.loads((self.folder / "args.json").read_text())
+        about = {"script": flags.pop("script"), "args": flags, "step": self.step, "layers": layers}
+        about["sparsity"] = {name: sparsity_of(jax.tree.map(np.bool_, x)) for name, x in self.policy.items()}
         write_npz(self.folder / "policy.npz", about, self.policy, np.savez_compressed)
         self.stopped = self.stop_signal is not None and self.step < self.args.total_timesteps
 
     def finish(self) -> None:
         """The last words. What a finished run no longer needs goes."""
         weights = np.concatenate([x.ravel() for x in jax.tree.leaves(self.policy) if x.ndim > 1])
-        end, n_kept = "Interrupted" if self.stopped else "Finished", np.count_nonzero(weights)
-        print(f"{end} after {self.step:,} steps, with {n_kept:,} of {weights.size:,} weights")
+        end = "Interrupted" if self.stopped else "Finished"
+        print(f"{end} after {self.step:,} steps, with {np.count_nonzero(weights):,} of {weights.size:,} weights")
         if self.stopped and self.args.checkpoint_period:
             print(shlex.join(["python", os.path.relpath(__file__), "--resume", str(self.folder)]))
         player = Path(__file__).with_name("play_policy.py")

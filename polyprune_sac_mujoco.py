@@ -23,9 +23,8 @@ import shutil
 import signal
 import sys
 import time
-import typing
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, NoReturn
+from typing import Annotated, Literal, NamedTuple, NoReturn, get_type_hints
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports below ends it without a traceback
@@ -51,7 +50,7 @@ EVAL_SEED = 10_000  # of the first episode of every evaluation; the next ones co
 
 
 # ---- Arguments: the defaults are the paper's, where it has them ------------------------------------------------------
-Whole = Annotated[int, (1, math.inf)]  # a kind of flag with its range, in which a bound can be another flag
+Whole = Annotated[int, (1, math.inf)]  # a kind of flag and its range, where a bound may be the name of another flag
 Share = Annotated[float, (0, 1)]
 
 
@@ -93,7 +92,7 @@ def fail(message: str) -> NoReturn:
 
 def check_args(args: Args) -> None:
     """Each flag is within its range, which stands beside it."""
-    for name, kind in typing.get_type_hints(Args, include_extras=True).items():
+    for name, kind in get_type_hints(Args, include_extras=True).items():
         for bounds in getattr(kind, "__metadata__", ()):  # (smallest, largest), if there is a range
             smallest, largest = [getattr(args, x) if isinstance(x, str) else x for x in bounds]
             if not all(smallest <= x <= largest for x in np.ravel(getattr(args, name))):
@@ -111,9 +110,11 @@ def load_args(args: Args) -> Args:
     if not (folder / "args.json").exists():
         fail(f"{folder} is not the folder of a run")
     flags = json.loads((folder / "args.json").read_text())
-    differing = flags.keys() ^ vars(args).keys()
+    script, differing = flags.pop("script", "another script"), sorted(flags.keys() ^ vars(args).keys())
+    if script != Path(__file__).stem:
+        fail(f"{folder} is a run of {script}")
     if differing:
-        fail(f"{folder} is a run of another script or version, with other flags: {', '.join(map(flag, differing))}")
+        fail(f"{folder} is a run of another version of this script: it differs in {', '.join(map(flag, differing))}")
     if not (folder / "checkpoint.npz").exists():
         if (folder / "policy.npz").exists() and read_npz(folder / "policy.npz")[0]["step"] == flags["total_timesteps"]:
             print(f"{folder} is finished")
@@ -173,9 +174,11 @@ class Transitions(NamedTuple):
     terminals: np.ndarray  # (...), 1 at a terminal state, 0 also where the time limit cuts the episode
 
 
-def check_disk(folder: Path, n_bytes: int) -> None:
-    if n_bytes > shutil.disk_usage(folder).free:
-        fail(f"{folder} needs {n_bytes / 1e9:,.1f} GB: lower --buffer-size, or --checkpoint-period 0 writes nothing")
+def check_disk(args: Args, folder: Path, n_bytes: int) -> None:
+    """A checkpoint holds the memory, and is written beside the one before it, which is there when a run goes on."""
+    needed = n_bytes * (1 if args.resume else 2)
+    if args.checkpoint_period and needed > shutil.disk_usage(folder).free:
+        fail(f"{folder} needs {needed / 1e9:,.1f} GB: lower --buffer-size, or --checkpoint-period 0 writes nothing")
 
 
 class TransitionMemory:
@@ -312,6 +315,12 @@ def make_optimizer(args: Args) -> optax.GradientTransformation:
     return optax.adam(args.learning_rate, eps=args.adam_epsilon)
 
 
+@jax.jit
+def network_at(stacked, idx):
+    """What is at `idx` in all tensors of a tree: one network of a population, or one of each critic's."""
+    return jax.tree.map(lambda x: x[idx], stacked)
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def init_agent(args: Args, actor: Actor, critic: Critic, key: jax.Array, observation: np.ndarray) -> AgentState:
     actor_key, critic_key = jax.random.split(key)
@@ -393,7 +402,7 @@ def learn_actor(args: Args, actor: Actor, critic: Critic, state: AgentState, cri
 def learn(args: Args, actor: Actor, critic: Critic, state: AgentState, draws: Draws, with_actor: bool):
     """Alg. 2, l. 4-12. The actor learns from the last of the `utd` batches."""
     for i in range(args.utd):
-        batch = jax.tree.map(lambda x, i=i: x[i], draws.batches)
+        batch = Transitions(*(x[i] for x in draws.batches))
         state, metrics = learn_critics(args, actor, critic, state, batch, draws.critic_noise[i])
     if with_actor:
         noise = draws.actor_noise
@@ -406,8 +415,7 @@ def prune_critics(args: Args, state: AgentState, step: int) -> AgentState:
     """The masks for the sparsity of Eq. (2). The optimizers go on as they are, and the targets follow."""
     schedule = args.final_sparsity, args.pruning_start, args.pruning_end, args.pruning_power
     sparsity = polynomial_sparsity(step, args.total_timesteps, *schedule)
-    params = [jax.tree.map(lambda x, i=i: x[i], jax.device_get(state.params)) for i in range(2)]
-    masks = [magnitude_masks(x, sparsity, args.sparsity_distribution) for x in params]
+    masks = [magnitude_masks(network_at(state.params, i), sparsity, args.sparsity_distribution) for i in range(2)]
     masks = jax.tree.map(lambda *x: np.stack(x), *masks)
     params = jax.tree.map(jnp.multiply, state.params, masks)
     return state._replace(params=params, masks=masks, sparsity=np.float32(sparsity))
@@ -453,12 +461,11 @@ def train(args: Args) -> Path:
     state = init_agent(args, actor, critic, jax.random.key(args.seed), np.zeros(n_observations))  # Alg. 2, l. 1
     with contextlib.closing(Run(args, rng)) as run:
         episode = Episode(seed=rng.integers(2**31))
-        fresh = {"state": state, "memory": TransitionMemory.EMPTY, "episode": episode.saved()}
-        saved = run.restore(**fresh)
+        saved = run.restore(state=state, memory=TransitionMemory.EMPTY, episode=episode.saved())  # as given, if new
         state, metrics, episode = saved["state"], saved["metrics"], Episode(**saved["episode"])
-        memory = TransitionMemory(args.buffer_size, n_observations, n_actions, **saved["memory"])
-        if args.checkpoint_period:
-            check_disk(run.folder, 2 * memory.rows[: args.total_timesteps].nbytes)  # two checkpoints, one being written
+        size = min(args.buffer_size, args.total_timesteps)
+        memory = TransitionMemory(size, n_observations, n_actions, **saved["memory"])
+        check_disk(args, run.folder, memory.rows.nbytes)
         observation = episode.replay(env)
         for step in run.steps(args.learning_starts):  # l. 2
             if step <= args.learning_starts:
@@ -496,7 +503,7 @@ def train(args: Args) -> Path:
             if step % LOG_PERIOD == 0:
                 run.log(metrics)
             if run.save_is_due():
-                critics = {f"critic_{i}": jax.tree.map(lambda x, i=i: x[i], state.params) for i in range(2)}
+                critics = {f"critic_{i}": network_at(state.params, i) for i in range(2)}
                 policy = {"actor": state.actor_params, **critics}
                 layers = {name: {layer: {"kind": "dense"} for layer in x["params"]} for name, x in policy.items()}
                 checkpoint = {"state": state, "memory": memory.saved(), "episode": episode.saved()}
@@ -544,14 +551,17 @@ class Run:
 
     def __init__(self, args: Args, rng: np.random.Generator):
         name = f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{time.time():.3f}"
-        self.args, self.rng, self.folder = args, rng, args.resume or args.runs_dir / name
-        self.step, self.stop_signal, self.stopped, self.handlers, self.shown = 0, None, False, {}, {}
+        self.args, self.rng = args, rng
+        self.folder = args.resume or args.runs_dir / name
+        self.step, self.shown = 0, {}
+        self.stop_signal, self.stopped, self.handlers = None, False, {}
         self.lock = filelock.FileLock(self.folder / "in_use.lock")  # makes the folder, too
         self.lock.acquire(blocking=False)
         with contextlib.suppress(ValueError):  # outside the main thread Python allows no handlers
             self.handlers = {x: signal.signal(x, self.interrupt) for x in (signal.SIGINT, signal.SIGTERM)}
         if not args.resume:
-            (self.folder / "args.json").write_text(json.dumps(vars(args), indent=2, default=str))
+            flags = {"script": Path(__file__).stem, **vars(args)}
+            (self.folder / "args.json").write_text(json.dumps(flags, indent=2, default=str))
 
     def interrupt(self, signum: int, _) -> None:
         if self.stop_signal and signum == signal.SIGINT:  # a second Ctrl-C does not wait for the end of the step
@@ -610,7 +620,7 @@ class Run:
     def save(self, policy: dict, layers: dict, checkpoint: dict, metrics: dict) -> None:
         """The networks that play, and what it takes to go on as if the run had never stopped."""
         self.policy = jax.tree.map(lambda x: np.asarray(x) + 0, policy)  # -0 becomes 0: then the file is smaller
-        if not np.isfinite(optax.global_norm(self.policy)):
+        if not np.isfinite(optax.tree.norm(self.policy)):
             fail(f"the networks have diverged by step {self.step}; try a lower --learning-rate")
         if self.args.checkpoint_period and self.step < self.args.total_timesteps:
             self.writer.flush()
@@ -621,17 +631,17 @@ class Run:
                 files[path.name] = path.stat().st_size
             about = {"step": self.step, "rng": self.rng.bit_generator.state, "files": files, "metrics": metrics}
             write_npz(self.folder / "checkpoint.npz", about, checkpoint)
-        about = {"script": Path(__file__).stem, "args": json.loads((self.folder / "args.json").read_text())}
-        sparsity = {name: sparsity_of(jax.tree.map(np.bool_, network)) for name, network in self.policy.items()}
-        about |= {"step": self.step, "layers": layers, "sparsity": sparsity}
+        flags = json.loads((self.folder / "args.json").read_text())
+        about = {"script": flags.pop("script"), "args": flags, "step": self.step, "layers": layers}
+        about["sparsity"] = {name: sparsity_of(jax.tree.map(np.bool_, x)) for name, x in self.policy.items()}
         write_npz(self.folder / "policy.npz", about, self.policy, np.savez_compressed)
         self.stopped = self.stop_signal is not None and self.step < self.args.total_timesteps
 
     def finish(self) -> None:
         """The last words. What a finished run no longer needs goes."""
         weights = np.concatenate([x.ravel() for x in jax.tree.leaves(self.policy) if x.ndim > 1])
-        end, n_kept = "Interrupted" if self.stopped else "Finished", np.count_nonzero(weights)
-        print(f"{end} after {self.step:,} steps, with {n_kept:,} of {weights.size:,} weights")
+        end = "Interrupted" if self.stopped else "Finished"
+        print(f"{end} after {self.step:,} steps, with {np.count_nonzero(weights):,} of {weights.size:,} weights")
         if self.stopped and self.args.checkpoint_period:
             print(shlex.join(["python", os.path.relpath(__file__), "--resume", str(self.folder)]))
         player = Path(__file__).with_name("play_policy.py")

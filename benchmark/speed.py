@@ -1,4 +1,4 @@
-"""How fast the six scripts are on this machine, beside the time that their matrix products take alone.
+"""How fast the scripts are on this machine, beside the time that their matrix products take alone.
 
     pip install -r benchmark/requirements.txt
     export GLIBC_TUNABLES=glibc.malloc.hugetlb=1              # huge pages on Linux, see the README
@@ -27,15 +27,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 import eaudecql_atari  # noqa: E402
 import eaudedqn_atari  # noqa: E402
+import eaudedqn_minatar  # noqa: E402
 import eaudesac_mujoco  # noqa: E402
 import polyprune_cql_atari  # noqa: E402
 import polyprune_dqn_atari  # noqa: E402
+import polyprune_dqn_minatar  # noqa: E402
 import polyprune_sac_mujoco  # noqa: E402
 
 try:
@@ -44,6 +47,7 @@ except ImportError:
     torch = None
 
 N_ACTIONS = 6  # of Pong
+N_MOVES, GRID = 3, (10, 10, 4)  # of MinAtar's Breakout
 N_OBSERVATIONS, N_TORQUES = 17, 6  # of HalfCheetah
 
 
@@ -90,6 +94,13 @@ def q_network_products(args, n_networks: int) -> list[tuple]:
     return forward(1, layers) + forward(n_networks, layers) + backward(n_networks, layers)
 
 
+def grid_network_products(args, n_networks: int) -> list[tuple]:
+    batch, (n_channels, hidden) = args.batch_size, args.features
+    layers = [(batch * 8**2, 3 * 3 * GRID[-1], n_channels)]
+    layers += [(batch, 8**2 * n_channels, hidden), (batch, hidden, N_MOVES)]
+    return forward(1, layers) + forward(n_networks, layers) + backward(n_networks, layers)
+
+
 def sac_products(args, n_networks: int) -> list[tuple]:
     def mlp(widths):
         return [(args.batch_size, *pair) for pair in itertools.pairwise(widths)]
@@ -100,6 +111,9 @@ def sac_products(args, n_networks: int) -> list[tuple]:
     products += forward(2 * n_networks, critic) + backward(2 * n_networks, critic)
     products += forward(1, actor) + forward(2, critic) + backward(1, actor)  # the actor learns through two critics
     return products + [(2, rows, columns, inner) for rows, inner, columns in critic]
+
+
+PRODUCTS = {"atari": q_network_products, "minatar": grid_network_products, "mujoco": sac_products}
 
 
 def products_alone(products: list[tuple]):
@@ -117,9 +131,21 @@ def random_frames(batch_size: int):
     return eaudedqn_atari.Batch(frames, actions, rewards, np.zeros(batch_size, bool))
 
 
+def random_grids(batch_size: int):
+    rng = np.random.default_rng(0)
+    grids = rng.integers(0, 2, (2, batch_size, *GRID), dtype=np.uint8)
+    actions, rewards = rng.integers(0, N_MOVES, batch_size).astype(np.int32), rng.random(batch_size, np.float32)
+    return eaudedqn_minatar.Batch(grids[0], actions, rewards, grids[1], np.zeros(batch_size, bool))
+
+
 def q_update(script, args):
-    network, batch = script.QNetwork(args.features, N_ACTIONS), random_frames(args.batch_size)
-    state, batches = [script.init_agent(args, network, jax.random.key(0))], jax.tree.map(lambda x: x[None], batch)
+    if "minatar" in script.__name__:
+        network, batch = script.QNetwork(args.features, N_MOVES), random_grids(args.batch_size)
+        state = [script.init_agent(args, network, jax.random.key(0), batch.observations[:1])]
+    else:
+        network, batch = script.QNetwork(args.features, N_ACTIONS), random_frames(args.batch_size)
+        state = [script.init_agent(args, network, jax.random.key(0))]
+    batches = jax.tree.map(lambda x: x[None], batch)
 
     def update():
         if hasattr(script, "learn_many"):
@@ -140,11 +166,12 @@ def sac_update(script, args):
     memory.n_added = len(memory.rows)
     rng = np.random.default_rng(0)
     batches = memory.sample(rng, (args.utd, args.batch_size))
-    draws = [rng.standard_normal((args.utd + 1, args.batch_size, N_TORQUES), np.float32)]
-    draws += [rng.standard_exponential((2, args.n_networks))] if script is eaudesac_mujoco else []
+    noise = rng.standard_normal((args.utd + 1, args.batch_size, N_TORQUES), np.float32)
+    choices = [rng.random(2, np.float32)] if script is eaudesac_mujoco else []
+    draws = script.Draws(batches, noise[:-1], noise[-1], *choices)
 
     def update():
-        state[0], _ = script.learn(args, actor, critic, state[0], batches, *draws, True)
+        state[0], _ = script.learn(args, actor, critic, state[0], draws, True)
         return state[0]
 
     return update
@@ -195,12 +222,12 @@ def update_rows(cases: list[tuple], repetitions: int) -> list[list]:
     """Rows of a table. A case is script, K, flags; the last is PolyPrune's."""
     functions, work = {}, {}
     for script, n_networks, flags in cases:
-        atari, population = "atari" in script.__name__, "eaude" in script.__name__
+        world, population = script.__name__.rpartition("_")[2], "eaude" in script.__name__
         args = script.Args(**flags | (dict(n_networks=n_networks, tournament_size=1) if population else {}))
-        case = script, n_networks, args.features[-1] if atari else args.critic_features[-1]
-        products = (q_network_products if atari else sac_products)(args, n_networks)
+        case = script, n_networks, args.critic_features[-1] if world == "mujoco" else args.features[-1]
+        products = PRODUCTS[world](args, n_networks)
         work[case] = sum(2 * math.prod(product) for product in products) / 1e9
-        functions["update", case] = (q_update if atari else sac_update)(script, args)
+        functions["update", case] = (sac_update if world == "mujoco" else q_update)(script, args)
         functions["alone", case] = products_alone(products)
         if torch and script is eaudedqn_atari:
             functions["torch", case] = torch_update(args)
@@ -227,6 +254,19 @@ def step_rows(repetitions: int) -> tuple[list[list], dict]:
     state = dqn.init_agent(args, network, jax.random.key(0))
     memory, frames = dqn.ReplayMemory(200_000), random_frames(1).frames
     memory.frames[:], memory.n_added = frames[0, 0], memory.size
+    grids, game = eaudedqn_minatar, eaudedqn_minatar.MinAtarEnv("Breakout", 27_000)
+    grid_args, grid_batch = grids.Args(), random_grids(1)
+    grid_network = grids.QNetwork(grid_args.features, N_MOVES)
+    grid_state = grids.init_agent(grid_args, grid_network, jax.random.key(0), grid_batch.observations)
+    grid_memory = grids.GridMemory(100_000, GRID)
+    grid_memory.n_added = grid_memory.size
+    grid_single = polyprune_dqn_minatar.greedy_actions
+
+    def play_game():
+        if game.step(0)[2]:
+            game.reset(seed=0)
+
+    game.reset(seed=0)
     sac_args, cheetah = sac.Args(), sac.make_env("HalfCheetah")
     cheetah.reset(seed=0)
     actor = sac.Actor(sac_args.actor_features, N_TORQUES)
@@ -238,6 +278,14 @@ def step_rows(repetitions: int) -> tuple[list[list], dict]:
         "Pong: an action of one of 5 networks": lambda: dqn.behaviour_actions(network, state.params, 3, frames[:, 1:]),
         "Pong: an action of a single network": lambda: single(network, state.target_params, frames[:, 1:]),
         "Pong: a batch of 32 from the replay memory": lambda: memory.sample(rng, 32),
+        "Breakout: a step of MinAtar": play_game,
+        "Breakout: an action of one of 5 networks": lambda: np.asarray(
+            grids.behaviour_actions(grid_network, grid_state.params, 3, grid_batch.observations)
+        ),
+        "Breakout: an action of a single network": lambda: np.asarray(
+            grid_single(grid_network, grid_state.target_params, grid_batch.observations)
+        ),
+        "Breakout: a batch of 32 from the replay memory": lambda: grid_memory.sample(rng, 32),
         "HalfCheetah: a step of the simulator": lambda: cheetah.step(np.zeros(N_TORQUES)),
         "HalfCheetah: an action": lambda: sac.policy_actions(actor, actor_params, np.zeros(N_OBSERVATIONS), 0.0),
         "HalfCheetah: a batch of 256 from the replay memory": lambda: transitions.sample(rng, (1, 256)),
@@ -293,21 +341,22 @@ def playing_on_one_core(repetitions: int) -> list[list]:
 # ---- Whole runs ------------------------------------------------------------------------------------------------------
 def run_script(script, flags: str, folder: str) -> tuple[float, float, float]:
     """Seconds to the start of the run, steps per second after compilation, and peak memory in GB."""
-    peak = None
-    command = [sys.executable, f"{script.__name__}.py", *flags.split(), "--runs-dir", folder]
+    peak, seconds = None, 0.0
+    code = f"import tyro, {script.__name__} as script; script.LOG_PERIOD = 100; script.main(tyro.cli(script.Args))"
+    runs_dir = tempfile.mkdtemp(dir=folder)
+    command = [sys.executable, "-c", code, *flags.split(), "--runs-dir", runs_dir]
     start = time.perf_counter()
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        lines = []
         for line in process.stdout:
-            lines.append(line)
             if line.startswith("Run folder"):
                 seconds = time.perf_counter() - start
             with contextlib.suppress(OSError):  # it may have ended
                 peak = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{process.pid}/status").read_text()) or peak
     if process.returncode:
         sys.exit(f"{' '.join(command)} has failed")
-    sps = re.findall(r" steps, ([\d,.]+) SPS", "".join(lines))[-1]
-    return seconds, float(sps.replace(",", "")), int(peak[1]) / 1e6
+    (events,) = Path(runs_dir).glob("*")
+    sps = EventAccumulator(str(events)).Reload().Scalars("charts/SPS")[-1].value
+    return seconds, sps, int(peak[1]) / 1e6
 
 
 SBX = """
@@ -330,6 +379,7 @@ def main(args: Args) -> None:
     groups = [
         [(eaudedqn_atari, k, {}) for k in (1, 2, 5, 10)] + [(polyprune_dqn_atari, 1, {})],
         [(eaudecql_atari, 5, {}), (polyprune_cql_atari, 1, {})],
+        [(eaudedqn_minatar, k, {}) for k in (1, 2, 5, 10)] + [(polyprune_dqn_minatar, 1, {})],
         [(eaudesac_mujoco, k, {}) for k in (1, 2, 5, 10)] + [(polyprune_sac_mujoco, 1, {})],
         [(eaudesac_mujoco, k, wide) for k in (1, 5)] + [(polyprune_sac_mujoco, 1, wide)],
     ]
@@ -337,7 +387,7 @@ def main(args: Args) -> None:
     header += ["time / PolyPrune's", "work / PolyPrune's", "PyTorch, ms", "ratio"]
     rows = []
     for cases in groups:
-        rows += update_rows(cases, args.repetitions * (1 if "atari" in cases[0][0].__name__ else 5))
+        rows += update_rows(cases, args.repetitions * (1 if cases[0][0].__name__.endswith("_atari") else 5))
     print_table("Updates", header, rows)
     step_table, steps = step_rows(args.repetitions)
     print_table("Parts of a step", ["what", "ms"], step_table)
@@ -365,11 +415,15 @@ def main(args: Args) -> None:
         dense_sac = f"{sac} --final-sparsity 0"
         one_of_5, one = steps["Pong: an action of one of 5 networks"], steps["Pong: an action of a single network"]
         learned = steps["HalfCheetah: an action"]
+        grids = "--env-id Breakout --learning-starts 1000 --epsilon-duration 1 --checkpoint-period 0 --total-timesteps"
+        grid_of_5, grid = [steps[f"Breakout: an action of {x}"] for x in ("one of 5 networks", "a single network")]
         runs = [  # script, flags, steps per update, milliseconds that an action takes
             (eaudedqn_atari, f"{online} 800", 4, one_of_5),
             (polyprune_dqn_atari, f"{online} 2200", 4, one),
             (eaudecql_atari, f"{offline} 300 --epoch-steps 300", 1, 0),
             (polyprune_cql_atari, f"{offline} 800 --epoch-steps 800", 1, 0),
+            (eaudedqn_minatar, f"{grids} 6000 --target-period 6000", 2, grid_of_5),
+            (polyprune_dqn_minatar, f"{grids} 15000 --final-sparsity 0 --pruning-period 15000", 2, grid),
             (eaudesac_mujoco, sac, 1, learned),
             (polyprune_sac_mujoco, dense_sac, 1, learned),
         ]
@@ -379,7 +433,7 @@ def main(args: Args) -> None:
         command = [sys.executable, "play_policy.py", policy, *record.split()]
         subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
         for script, flags, period, action in runs:  # the update is timed once more, just before and just after the run
-            update = {"update": (q_update if "atari" in script.__name__ else sac_update)(script, script.Args())}
+            update = {"update": (sac_update if "mujoco" in script.__name__ else q_update)(script, script.Args())}
             before = medians(update, args.repetitions)["update"]
             seconds, sps, memory = run_script(script, flags, folder)
             after = medians(update, args.repetitions)["update"]
