@@ -237,22 +237,14 @@ class QNetwork(nn.Module):
         "Dense_1": {"kind": "dense"},
     }
 
-    def setup(self):
-        n_channels, n_hidden = self.features
-        self.convolution = nn.Conv(n_channels, (3, 3), padding="VALID", kernel_init=xavier_uniform, name="Conv_0")
-        self.hidden = nn.Dense(n_hidden, kernel_init=xavier_uniform, name="Dense_0")
-        self.output = nn.Dense(self.n_actions, kernel_init=xavier_uniform, name="Dense_1")
-
-    # Two parts, as a population is fastest on a CPU if the torsos are a loop and the heads one batched product.
-    def torso(self, observations: jax.Array) -> jax.Array:
-        x = nn.relu(self.convolution(observations.astype(jnp.float32)))  # (batch, 8, 8, n_channels)
-        return x.reshape(len(x), -1)  # (batch, 64 * n_channels)
-
-    def head(self, x: jax.Array) -> jax.Array:
-        return self.output(nn.relu(self.hidden(x)))  # (batch, n_actions)
-
+    @nn.compact
     def __call__(self, observations: jax.Array) -> jax.Array:
-        return self.head(self.torso(observations))
+        n_channels, n_hidden = self.features
+        x = observations.astype(jnp.float32)
+        x = nn.Conv(n_channels, (3, 3), padding="VALID", kernel_init=xavier_uniform)(x)  # (batch, 8, 8, n_channels)
+        x = nn.relu(x).reshape(len(x), -1)  # (batch, 64 * n_channels)
+        x = nn.relu(nn.Dense(n_hidden, kernel_init=xavier_uniform)(x))  # (batch, n_hidden)
+        return nn.Dense(self.n_actions, kernel_init=xavier_uniform)(x)  # (batch, n_actions)
 
 
 # ---- Pruning ---------------------------------------------------------------------------------------------------------
@@ -385,12 +377,8 @@ def init_agent(args: Args, network: QNetwork, key: jax.Array, observations: np.n
 
 # ---- Learning --------------------------------------------------------------------------------------------------------
 def population_q_values(network: QNetwork, params, observations: jax.Array) -> jax.Array:
-    """(K, batch, n_actions). On a CPU, where a vmapped convolution takes twice the time, the torsos are a loop."""
-    if jax.default_backend() != "cpu" or not hasattr(network, "torso"):
-        return jax.vmap(network.apply, in_axes=(0, None))(params, observations)
-    n_networks = len(jax.tree.leaves(params)[0])
-    torsos = [network.apply(network_at(params, k), observations, method="torso") for k in range(n_networks)]
-    return jax.vmap(functools.partial(network.apply, method="head"))(params, jnp.stack(torsos))
+    """(K, batch, n_actions)"""
+    return jax.vmap(network.apply, in_axes=(0, None))(params, observations)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)

@@ -177,7 +177,7 @@ class Transitions(NamedTuple):
     terminals: np.ndarray  # (...), 1 at a terminal state, 0 also where the time limit cuts the episode
 
 
-def check_disk(args: Args, folder: Path, n_bytes: int) -> None:
+def check_room(args: Args, folder: Path, n_bytes: int) -> None:
     """A checkpoint holds the memory, and is written beside the one before it, which is there when a run goes on."""
     needed = n_bytes * (1 if args.resume else 2)
     if args.checkpoint_period and needed > shutil.disk_usage(folder).free:
@@ -536,13 +536,13 @@ def train(args: Args) -> Path:
     (n_observations,), (n_actions,) = env.observation_space.shape, env.action_space.shape
     actor, critic = Actor(args.actor_features, n_actions), Critic(args.critic_features)
     state = init_agent(args, actor, critic, jax.random.key(args.seed), np.zeros(n_observations))  # Alg. 2, l. 1
+    size = min(args.buffer_size, args.total_timesteps)
     with contextlib.closing(Run(args, rng)) as run:
         episode = Episode(seed=rng.integers(2**31))
         saved = run.restore(state=state, memory=TransitionMemory.EMPTY, episode=episode.saved())  # as given, if new
         state, metrics, episode = saved["state"], saved["metrics"], Episode(**saved["episode"])
-        size = min(args.buffer_size, args.total_timesteps)
         memory = TransitionMemory(size, n_observations, n_actions, **saved["memory"])
-        check_disk(args, run.folder, memory.rows.nbytes)
+        check_room(args, run.folder, memory.rows.nbytes)
         observation = episode.replay(env)
         for step in run.steps(args.learning_starts):  # l. 2
             if step <= args.learning_starts:

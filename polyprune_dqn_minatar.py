@@ -238,22 +238,14 @@ class QNetwork(nn.Module):
         "Dense_1": {"kind": "dense"},
     }
 
-    def setup(self):
-        n_channels, n_hidden = self.features
-        self.convolution = nn.Conv(n_channels, (3, 3), padding="VALID", kernel_init=xavier_uniform, name="Conv_0")
-        self.hidden = nn.Dense(n_hidden, kernel_init=xavier_uniform, name="Dense_0")
-        self.output = nn.Dense(self.n_actions, kernel_init=xavier_uniform, name="Dense_1")
-
-    # Two parts, as a population is fastest on a CPU if the torsos are a loop and the heads one batched product.
-    def torso(self, observations: jax.Array) -> jax.Array:
-        x = nn.relu(self.convolution(observations.astype(jnp.float32)))  # (batch, 8, 8, n_channels)
-        return x.reshape(len(x), -1)  # (batch, 64 * n_channels)
-
-    def head(self, x: jax.Array) -> jax.Array:
-        return self.output(nn.relu(self.hidden(x)))  # (batch, n_actions)
-
+    @nn.compact
     def __call__(self, observations: jax.Array) -> jax.Array:
-        return self.head(self.torso(observations))
+        n_channels, n_hidden = self.features
+        x = observations.astype(jnp.float32)
+        x = nn.Conv(n_channels, (3, 3), padding="VALID", kernel_init=xavier_uniform)(x)  # (batch, 8, 8, n_channels)
+        x = nn.relu(x).reshape(len(x), -1)  # (batch, 64 * n_channels)
+        x = nn.relu(nn.Dense(n_hidden, kernel_init=xavier_uniform)(x))  # (batch, n_hidden)
+        return nn.Dense(self.n_actions, kernel_init=xavier_uniform)(x)  # (batch, n_actions)
 
 
 # ---- Pruning ---------------------------------------------------------------------------------------------------------

@@ -17,7 +17,8 @@ import polyprune_dqn_minatar
 from eaudedqn_minatar import GAMES, GridMemory, MinAtarEnv, QNetwork, canonical_name
 
 SCRIPTS = pytest.mark.parametrize("script", [eaudedqn_minatar, polyprune_dqn_minatar], ids=["eaudedqn", "polyprune"])
-EVERY_GAME = pytest.mark.parametrize("name", GAMES)
+TITLES = {word: title for title, word in GAMES.items()}  # by the package's names
+EVERY_GAME = pytest.mark.parametrize("name", TITLES)
 
 
 # ---- The games -------------------------------------------------------------------------------------------------------
@@ -52,7 +53,7 @@ def assert_same_episodes(found, expected):
 @EVERY_GAME
 def test_a_game_is_the_packages(name):
     """Every episode on one environment, that of the package on a new one: rewards, ends and states, sticky actions."""
-    env, rng, n_rewards, n_ends = MinAtarEnv(GAMES[name], 27_000), np.random.default_rng(0), 0, 0
+    env, rng, n_rewards, n_ends = MinAtarEnv(TITLES[name], 27_000), np.random.default_rng(0), 0, 0
     for seed in range(12):
         actions = rng.integers(len(env.action_set), size=3_000)
         actions[rng.random(3_000) < seed % 2 / 2] = 1  # else nobody crosses the road
@@ -71,7 +72,7 @@ def test_a_game_is_the_packages(name):
 @EVERY_GAME
 def test_the_first_action_does_not_stick_to_the_episode_before(name):
     """In one episode of ten it is the last one that sticks, and the package leaves that of the episode before."""
-    env, n_stuck = MinAtarEnv(GAMES[name], 27_000), 0
+    env, n_stuck = MinAtarEnv(TITLES[name], 27_000), 0
     last = len(env.action_set) - 1
     for seed in range(60):
         for _ in play_env(env, 1_000, [last] * 3):  # leaves the last action behind
@@ -105,7 +106,7 @@ def test_a_tenth_of_the_actions_stick():
 @EVERY_GAME
 def test_the_smallest_action_set(name):
     names = {"asterix": "nlurd", "breakout": "nlr", "freeway": "nud", "seaquest": "nlurdf", "space_invaders": "nlrf"}
-    env = MinAtarEnv(GAMES[name], 27_000)
+    env = MinAtarEnv(TITLES[name], 27_000)
     assert "".join("nlurdf"[action] for action in env.action_set) == names[name]
 
 
@@ -121,9 +122,9 @@ def test_the_horizon_cuts_an_episode_that_has_not_ended():
     assert [env.step(0)[2:4] for _ in range(length)][-1] == (True, False)  # an end is an end
 
 
-@pytest.mark.parametrize("name", GAMES.values())
+@pytest.mark.parametrize("name", GAMES)
 def test_games_go_by_the_names_people_write(name):
-    words = {title: word for word, title in GAMES.items()}[name]
+    words = GAMES[name]
     for env_id in (name, name.lower(), words, f"MinAtar/{name}-v1", f"minatar/{words}", f"{name}-v1"):
         assert canonical_name(env_id) == name
 

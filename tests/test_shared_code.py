@@ -23,7 +23,7 @@ README = (ROOT / "README.md").read_text()
 
 # Names that stand for different things in different scripts; all others have the same text wherever they appear.
 MAY_DIFFER = {"Args", "canonical_name", "make_env", "Batch", "QNetwork", "AgentState", "init_agent"}
-MAY_DIFFER |= {"Draws", "learn_critics", "learn", "train"}
+MAY_DIFFER |= {"Draws", "population_q_values", "learn_critics", "learn", "train"}
 
 SECTIONS = ["Arguments", "Environment", "Replay", "Network", "Pruning", "Agent"]
 SECTIONS += ["Learning", "Acting", "Training", "Run"]
