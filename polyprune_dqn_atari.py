@@ -118,6 +118,7 @@ def load_args(args: Args) -> Args:
         if (folder / "policy.npz").exists() and read_npz(folder / "policy.npz")[0]["step"] == flags["total_timesteps"]:
             print(f"{folder} is finished")
             sys.exit()
+        filelock.FileLock(folder / "in_use.lock").acquire(blocking=False)  # an error if the run is under way
         fail(f"{folder} has no checkpoint to go on from")
     flags = {name: tuple(x) if isinstance(x, list) else x for name, x in flags.items()}
     flags |= {name: Path(x) for name, x in flags.items() if name.endswith("_dir")}

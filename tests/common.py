@@ -9,6 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from eaudedqn_atari import Batch
 
+LIMIT = 600  # seconds: it ends a hang, and is far above what a busy machine needs
 TINY = (2, 3, 3, 4)  # features of a network that is quick to compile and to run
 
 
@@ -26,6 +27,11 @@ def scalars(folder):
 
 def assert_trees_equal(left, right):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(left), jax.device_get(right))
+
+
+def at(tree, idx):
+    """What is at `idx` in all tensors: one network of a population."""
+    return jax.tree.map(lambda x: x[idx], tree)
 
 
 def final_weights(run):

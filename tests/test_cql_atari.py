@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 from catch import Catch, CatchEnv
-from common import TINY, assert_trees_equal, final_weights, random_batch, run_script, scalars
+from common import TINY, assert_trees_equal, at, final_weights, random_batch, run_script, scalars
 from reference import adam, cql_loss, dqn_targets, finite_difference
 from test_replay_data import PADDING, write_file
 
@@ -47,7 +47,7 @@ def tiny_agent(script, **flags):
 
 def networks_of(script, state):
     params = jax.device_get(state.params)
-    return [params] if script is polyprune_cql_atari else [script.network_at(params, k) for k in range(5)]
+    return [params] if script is polyprune_cql_atari else [at(params, k) for k in range(5)]
 
 
 @BOTH
@@ -167,26 +167,6 @@ def test_offline_learning_beats_the_policy_that_made_the_data(script, catch):
     assert updates == list(range(50, 1_501, 50))  # t counts gradient steps
     if script is polyprune_cql_atari:
         assert curves["sparsity/target"][-1][1] == pytest.approx(0.7)
-
-
-@BOTH
-def test_the_loss_is_cumulated_from_one_target_update_to_the_next(script, catch, monkeypatch):
-    record_catch(catch["dataset_dir"], 1_300, 0.7)
-    losses, learn_many = [], script.learn_many
-
-    def call(*inputs):
-        state, metrics = learn_many(*inputs)
-        losses.append(float(metrics["losses/cql_loss"]))  # the mean of the networks
-        return state, metrics
-
-    monkeypatch.setattr(script, "learn_many", call)
-    catch |= dict(features=TINY, eval_episodes=3, total_timesteps=150, epoch_steps=50)
-    curves = scalars(script.train(script.Args(**catch)))
-    tags = [tag for tag in curves if tag.startswith("losses/cumulated")]
-    assert len(tags) == (5 if script is eaudecql_atari else 1)
-    assert [step for step, _ in curves[tags[0]]] == [50, 100, 150]
-    means = np.mean([[value for _, value in curves[tag]] for tag in tags], axis=0)
-    np.testing.assert_allclose(means, np.reshape(losses, (3, 50)).sum(axis=1), rtol=1e-4)
 
 
 @pytest.mark.slow

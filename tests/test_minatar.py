@@ -333,116 +333,12 @@ def record(script, monkeypatch, names):
     return calls, memories
 
 
-@SCRIPTS
-def test_the_memory_gets_what_happened_with_clipped_rewards_and_returns_are_not_clipped(script, paying, monkeypatch):
-    flags, envs = paying
-    _, memories = record(script, monkeypatch, [])
-    curves = scalars(script.train(script.Args(**flags, total_timesteps=100, buffer_size=1_000, epsilon_duration=1)))
-    (env,), (memory,) = envs, memories
-    assert memory.n_added == len(env.steps) == 100
-    assert memory.size == 100  # no longer than the run
-    for row, (observation, action, _, terminal, truncation, next_observation) in enumerate(env.steps):
-        found = memory.rows[row]
-        assert (found["actions"], found["rewards"]) == (action, 1)
-        assert (found["terminals"], found["truncations"]) == (terminal, truncation)
-        assert number_of(found["observations"]) == number_of(observation)
-        assert number_of(memory.rows["observations"][row + 1]) == number_of(next_observation)
-    ends = [step for step, x in enumerate(env.steps, 1) if x[3] or x[4]]
-    lengths = np.diff([0, *ends])
-    assert set(lengths) == {4, 7}
-    assert curves["charts/episodic_return"] == [(step, 5 * length) for step, length in zip(ends, lengths)]
-    assert curves["charts/episodic_length"] == [(step, length) for step, length in zip(ends, lengths)]
-    assert len(set(env.seeds)) == len(env.seeds) == len(ends) + 1  # an episode has a seed of its own
-
-
-def test_train_is_algorithm_1(paying, monkeypatch):
-    script, (flags, _) = eaudedqn_minatar, paying
-    calls, _ = record(script, monkeypatch, ["learn", "prune_copies"])
-    run = script.train(script.Args(**flags, total_timesteps=110, buffer_size=60, max_speed=0.3))
-    curves, expected = scalars(run), []
-    for step in range(41, 111):
-        expected += [("learn", step - 1)] if step % 4 == 0 else []  # the transition in flight is not yet in the memory
-        expected += [("prune_copies", step)] if step % 20 == 0 else []
-    assert [(call.name, call.n_added) for call in calls] == expected
-    for call, following in itertools.pairwise([*calls, calls[-1]]):
-        before, after = call.before, call.after
-        if call.name == "learn":
-            assert len(call.inputs[2].actions) == 8
-            assert (after.cumulated_losses > before.cumulated_losses).all()
-            assert_trees_equal(after.target_params, before.target_params)
-            continue
-        best = before.cumulated_losses.argmin()  # l. 13: the target is the network with the lowest loss, already
-        assert before.cumulated_losses.argmax() != best
-        assert_trees_equal(before.target_params, script.network_at(before.params, best))
-        parents, step = call.inputs[2:]
-        assert step == call.n_added
-        assert parents[best] == best
-        assert dict(curves["sparsity/target"])[step] == before.sparsities[best]
-        for k, parent in enumerate(parents):
-            assert dict(curves[f"population/parent_{k}"])[step] == parent
-            assert dict(curves[f"losses/cumulated_{k}"])[step] == before.cumulated_losses[k]
-            assert (after.opt_state[0].count[k] == 0) == (k != parent)
-            assert (after.sparsities[k] > before.sparsities[parent]) == (k != parent)
-        assert not following.before.cumulated_losses.any()  # l. 16
-        assert_trees_equal(following.before.params, after.params)
-    assert calls[-1].after.sparsities.max() > 0
-    assert [step for step, _ in curves["losses/cumulated_0"]] == [60, 80, 100]
-    assert_policy_is(run, script, calls[-1].after)
-
-
-def assert_policy_is(run, script, state):
-    """The target of the last target update, not what has learned since then."""
-    about, arrays = script.read_npz(run / "policy.npz")
-    expected = {name: x + 0 for name, x in script.arrays_by_name({"target": state.target_params}).items()}
-    assert_trees_equal(arrays, expected)
-    assert about["layers"] == {"target": script.QNetwork.layers}
-    assert (about["script"], about["step"]) == (script.__name__, 110)
-    kernels = [x for x in arrays.values() if x.ndim > 1]
-    sparsity = 1 - sum(map(np.count_nonzero, kernels)) / sum(x.size for x in kernels)
-    assert about["sparsity"] == {"target": pytest.approx(sparsity)}
-    params = state.params["params"]["Dense_0"]["kernel"]
-    params = params if params.ndim == 3 else params[None]
-    assert all((x != arrays["target/params/Dense_0/kernel"]).any() for x in params)
-
-
 def test_no_target_update_before_the_first_gradient_step(paying, monkeypatch):
     script, (flags, _) = eaudedqn_minatar, paying
     calls, _ = record(script, monkeypatch, ["learn", "prune_copies"])
     script.train(script.Args(**flags | dict(learning_starts=41, target_period=6), total_timesteps=54))
     expected = [("learn", 43), ("learn", 47), ("prune_copies", 48), ("learn", 51), ("prune_copies", 54)]
     assert [(call.name, call.n_added) for call in calls] == expected  # step 42 passes, step 44 is the first to learn
-
-
-def test_train_is_dqn_with_pruning(paying, monkeypatch):
-    """Target updates and prunings in their periods; where both fall on one step, the target is not yet pruned."""
-    script, (flags, _) = polyprune_dqn_minatar, paying
-    calls, _ = record(script, monkeypatch, ["learn", "prune"])
-    schedule = dict(pruning_period=10, pruning_start=0.5, pruning_end=0.9, final_sparsity=0.6)
-    run = script.train(script.Args(**flags, **schedule, total_timesteps=110, buffer_size=60))
-    curves, expected, target = scalars(run), [], None
-    for step in range(1, 111):
-        expected += [("learn", step - 1)] if step > 40 and step % 4 == 0 else []
-        expected += [("prune", step)] if step % 10 == 0 else []
-    assert [(call.name, call.n_added) for call in calls] == expected
-    for call, following in itertools.pairwise([*calls, calls[-1]]):
-        before, after, step = call.before, call.after, call.n_added
-        if call.name == "learn":
-            assert len(call.inputs[2].actions) == 8
-            assert (before.params["params"]["Dense_1"]["kernel"] != after.params["params"]["Dense_1"]["kernel"]).any()
-        else:
-            assert after.sparsity == pytest.approx(script.polynomial_sparsity(step, 110, 0.6, 0.5, 0.9, 3))
-            assert dict(curves["sparsity/network"])[step] == after.sparsity
-        if call.name == "prune" and step % 20 == 0:
-            target = before.params
-            assert dict(curves["sparsity/target"])[step] == before.sparsity
-        if target:  # that of the last target update, in all calls that follow
-            assert_trees_equal(before.target_params, target)
-            assert_trees_equal(after.target_params, target)
-        if following is not call:
-            assert_trees_equal(following.before.params, after.params)
-    assert [step for step, _ in curves["sparsity/target"]] == [20, 40, 60, 80, 100]
-    assert calls[-1].after.sparsity == np.float32(0.6)
-    assert_policy_is(run, script, calls[-1].after)
 
 
 def test_actions_come_from_a_network_drawn_by_its_loss_and_from_epsilon(paying, monkeypatch):
@@ -479,21 +375,6 @@ def check_actions(script, flags, envs, name, monkeypatch):
             assert_trees_equal(acting.inputs[1], learning.after.params)  # those that learn, not the target's
     others = [x[1] for step, x in enumerate(envs[0].steps, 1) if step not in greedy]
     assert set(others) == {0, 1, 2}
-
-
-@SCRIPTS
-def test_the_seed_reaches_the_first_weights_and_the_game(script, paying, monkeypatch):
-    (flags, envs), starts, init_agent = paying, [], script.init_agent
-    monkeypatch.setattr(script, "init_agent", lambda *inputs: starts.append(init_agent(*inputs)) or starts[-1])
-    for seed in (3, 3, 4):
-        script.train(script.Args(**flags, seed=seed, total_timesteps=40))
-    first, again, other = (jax.device_get(state.params["params"]["Dense_0"]["kernel"]) for state in starts)
-    assert (first == again).all()
-    assert (first != other).all()
-    assert envs[0].seeds == envs[1].seeds
-    assert not set(envs[0].seeds) & set(envs[2].seeds)
-    actions = [[x[1] for x in env.steps] for env in envs]
-    assert actions[0] == actions[1] != actions[2]
 
 
 @SCRIPTS

@@ -1,78 +1,110 @@
-"""The emulator's protocol, in `play_policy.py` and in each Atari script, against raw ALE, one frame at a time."""
+"""The emulator's protocol, in the Atari scripts and in `play_policy.py`, against raw ALE, one frame at a time.
+
+All four scripts have the same `make_env` (tests/test_shared_code.py).
+"""
 
 import ale_py
 import numpy as np
 import pytest
 from ale_py import roms
 
-import eaudecql_atari
 import eaudedqn_atari
 import play_policy
-import polyprune_cql_atari
-import polyprune_dqn_atari
-
-SCRIPTS = (eaudedqn_atari, eaudecql_atari, polyprune_dqn_atari, polyprune_cql_atari)
-MAKERS = {script.__name__: lambda env_id, horizon, s=script: s.make_env(env_id, 1, horizon) for script in SCRIPTS}
-MAKERS["play_policy"] = play_policy.make_atari_env
-every_maker = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 
 
-def raw_game(name, sticky=0.0, seed=0):
-    ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
-    ale = ale_py.ALEInterface()
-    ale.setInt("random_seed", seed)
-    ale.setFloat("repeat_action_probability", sticky)
-    ale.loadROM(roms.get_rom_path(name))
-    ale.reset_game()
-    return ale
+def make_envs(env_id, horizon):
+    """That of training, and that of the player."""
+    return eaudedqn_atari.make_env(env_id, 1, horizon), play_policy.make_atari_env(env_id, horizon)
 
 
-def coverage(n):
-    """(84, n): the share of each new pixel that an old one covers."""
-    edges = np.linspace(0, n, 85)
-    ends, starts = np.minimum.outer(edges[1:], np.arange(1, n + 1)), np.maximum.outer(edges[:-1], np.arange(n))
-    return np.clip(ends - starts, 0, 1) * 84 / n
+class RawGame:
+    """Of the emulator alone: no wrapper, no preprocessing. Each frame repeats the action before with p = 0.25."""
+
+    def __init__(self, name, seed, sticky=0.25):
+        ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
+        self.ale = ale_py.ALEInterface()
+        self.ale.setInt("random_seed", seed)
+        self.ale.setFloat("repeat_action_probability", sticky)
+        self.ale.loadROM(roms.get_rom_path(name))
+        self.ale.reset_game()
+        self.action_set = self.ale.getMinimalActionSet()
+
+    def step(self, action):
+        """Four frames: the sum of rewards."""
+        reward = sum(self.ale.act(self.action_set[action]) for _ in range(3))
+        self.last_but_one = self.ale.getScreenGrayscale()
+        return reward + self.ale.act(self.action_set[action])
+
+    def picture(self):
+        """What is to be seen after a step."""
+        return shrink(np.maximum(self.last_but_one, self.ale.getScreenGrayscale()))
 
 
-ROWS, COLUMNS = coverage(210), coverage(160)
+def shrink(screen):
+    """(210, 160) to (84, 84): each new pixel is the mean of the area that it covers."""
+    rows = np.repeat(screen, 2, axis=0).reshape(84, 5, 160).mean(axis=1)
+    return np.repeat(rows, 21, axis=1).reshape(84, 84, 40).mean(axis=2)
 
 
-def seen(screens):
-    """What an agent sees of four frames: the maximum of the last two, shrunk by area."""
-    return ROWS @ np.maximum(screens[-2], screens[-1]) @ COLUMNS.T
+def assert_is_seen(picture, observation):
+    np.testing.assert_allclose(observation, picture, rtol=0, atol=0.51)  # rounded
 
 
-def is_seen(screens, observations):
-    return np.abs(seen(screens) - observations[0, -1]).max() < 1  # rounded
+def test_episodes_are_those_of_raw_ale_frame_by_frame():
+    """Two thousand steps: one more or one less stuck action, skipped frame or no-op would change all that follow."""
+    envs, rng = make_envs("SpaceInvaders", 27_000), np.random.default_rng(0)
+    n_steps, n_lives_lost, rewards = 0, 0, set()
+    for seed in range(3, 7):
+        game, over = RawGame("space_invaders", seed), False
+        observations = [env.reset(seed=seed)[0] for env in envs]
+        picture = shrink(game.ale.getScreenGrayscale())
+        for x in observations:
+            assert x.shape == (1, 4, 84, 84)
+            assert not x[0, :3].any()  # zeros before the first frame, which comes without no-ops and fire
+            assert_is_seen(picture, x[0, 3])
+        while not over:
+            action, before, lives = rng.integers(len(game.action_set)), observations, game.ale.lives()
+            reward = game.step(action)
+            over = game.ale.game_over()
+            steps = [env.step(np.array([action])) for env in envs]
+            observations = [step[0].copy() for step in steps]
+            assert all(rest == [[reward], [over], [False]] for _, *rest, _ in steps)
+            if n_steps % 5 == 0 and not over:  # else it is the first of the next episode
+                picture = game.picture()
+                for old, new in zip(before, observations):
+                    np.testing.assert_array_equal(new[0, :3], old[0, 1:])
+                    assert_is_seen(picture, new[0, 3])
+            n_lives_lost += not over and game.ale.lives() < lives
+            rewards.add(reward)
+            n_steps += 1
+    assert n_steps > 2_000
+    assert n_lives_lost == 8  # and the episode went on
+    assert max(rewards) > 5  # not clipped
 
 
-@every_maker
-def test_a_quarter_of_frames_repeats_the_action_before(make):
-    """The paddle of Breakout, before the ball is served, shows from which of four frames on a new action counts.
+def test_the_horizon_cuts_an_episode_after_as_many_steps():
+    for env in make_envs("SpaceInvaders", 30):
+        for seed in (3, 4):
+            env.reset(seed=seed)
+            for step in range(1, 31):
+                observations, _, terminals, truncations, _ = env.step(np.array([0]))
+                assert (terminals[0], truncations[0]) == (False, step == 30)
+        assert not observations[0, :3].any()  # the first of the next episode
 
-    Raw ALE, where nothing sticks, tries 0 to 4 frames of the old action; one of them gives the pixels that were seen.
-    """
-    env, ale = make("Breakout", 27_000), raw_game("breakout")
-    env.reset(seed=3)
-    actions, old, n_stuck, n_drawn = ale.getMinimalActionSet(), 0, 0, 0
-    left, right = (list(actions).index(x) for x in (ale_py.Action.LEFT, ale_py.Action.RIGHT))
-    for _ in range(2_000):
-        new = right if old == left else left
-        observations = env.step(np.array([new]))[0]
-        before, matches = ale.cloneState(), []
-        for n_waits in range(5):
-            ale.restoreState(before)
-            screens = []
-            for i in range(4):
-                ale.act(actions[old if i < n_waits else new])
-                screens.append(ale.getScreenGrayscale())
-            if is_seen(screens, observations):
-                matches.append((n_waits, ale.cloneState()))
-        assert matches
-        if len(matches) > 1:
-            print("ambiguous", [m[0] for m in matches])
-        n_waits, after = matches[0]
-        ale.restoreState(after)
-        n_stuck, n_drawn = n_stuck + n_waits, n_drawn + min(n_waits + 1, 4)
-        old = new if n_waits < 4 else old
-    print(n_stuck / n_drawn, n_drawn)
+
+def test_environments_side_by_side_have_seeds_of_their_own():
+    env = eaudedqn_atari.make_env("SpaceInvaders", 3, 27_000)
+    observations, _ = env.reset(seed=5)
+    games = [RawGame("space_invaders", 5 + i) for i in range(3)]
+    for action in np.random.default_rng(0).integers(6, size=60):
+        rewards = [game.step(action) for game in games]
+        observations, rewards_seen, *_ = env.step(np.full(3, action))
+        assert rewards_seen.tolist() == rewards
+    for game, observation in zip(games, observations):
+        assert_is_seen(game.picture(), observation[3])
+    assert (observations[0] != observations[1]).any()
+
+
+@pytest.mark.parametrize(("name", "n_actions"), [("SpaceInvaders", 6), ("MsPacman", 9), ("Breakout", 4)])
+def test_the_action_set_is_the_smallest(name, n_actions):
+    assert [env.single_action_space.n for env in make_envs(name, 10)] == [n_actions] * 2

@@ -91,6 +91,7 @@ def test_files_without_a_whole_transition_are_never_all_there_is(seed, tmp_path)
 def test_each_batch_comes_from_one_file_and_epochs_bring_others(tmp_path):
     for number in range(7):
         write_file(tmp_path, number, [(np.zeros((84, 84)), number, 0.0, False)] * 10)
+    (tmp_path / "$store$_action_ckpt.0 (1).gz").touch()  # as browsers call a second download
     data = ReplayData(Args(dataset_dir=tmp_path, files_in_memory=3), np.random.default_rng(0), n_actions=7)
     previous = set()
     for _ in range(10):
@@ -126,8 +127,8 @@ ROWS = logged_rows(60, seed=0)[0]
 @pytest.mark.parametrize(
     ("prepare", "message"),
     [
-        (lambda f: truncate(f), "$store$_observation_ckpt.0.gz cannot be used: Compressed file ended"),
-        (lambda f: spoil(f), "$store$_reward_ckpt.0.gz cannot be used: Not a gzipped file"),
+        (lambda f: truncate(f), "$store$_observation_ckpt.0.gz cannot be used: "),
+        (lambda f: spoil(f), "$store$_reward_ckpt.0.gz cannot be used: "),
         (lambda f: (f / "$store$_terminal_ckpt.0.gz").unlink(), "No such file or directory: "),
         (
             lambda f: write_file(f, 0, ROWS, action=np.zeros(60, np.int64)),

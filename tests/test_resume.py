@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -17,8 +18,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import tyro
 from common import TINY, scalars
-from mujoco_probe import Probe
 from test_replay_data import logged_rows, write_file
 
 import eaudecql_atari
@@ -61,6 +62,7 @@ def write_data(folder, n_actions=6):
     for number in range(5):
         rows, _ = logged_rows(60, seed=number)
         write_file(folder, number, [(frame, action % n_actions, *rest) for frame, action, *rest in rows])
+    return folder
 
 
 def checkpoint(run):
@@ -80,13 +82,14 @@ def run_until_the_end(folder, script, name, strikes):
         if signum != "SIGKILL":
             assert f"Interrupted after {step:,} steps" in result.stdout
             assert result.stderr == ""
-            assert f"python {script.__file__} {arguments}\n" in result.stdout
+            assert f"python {os.path.relpath(script.__file__, folder)} {arguments}\n" in result.stdout
             assert not list(run.glob("*.tmp"))
     result = start(folder, script, arguments)
     assert (result.returncode, result.stderr) == (0, "")
     (run,) = (folder / name).iterdir()
     assert (", after 0 steps\n" in result.stdout) == (not strikes)
-    return run, re.findall("0:00:00 left, (.*)", result.stdout)[-1], saved
+    shown = re.findall(" 00:00 left, (.*)", result.stdout)[-1].split(", ")
+    return run, sorted(shown), saved  # in the order in which they came up since the start, or since the run goes on
 
 
 def assert_same_files(left, right, but=()):
@@ -179,6 +182,12 @@ def run(stopped, tmp_path):
     return Path(shutil.copytree(stopped, tmp_path / "run"))
 
 
+@pytest.fixture(autouse=True)
+def command_line(monkeypatch):
+    """`main` looks at it: here it would be that of pytest."""
+    monkeypatch.setattr(sys, "argv", ["script.py"])
+
+
 def assert_refused(script, args, folder, message, capsys):
     """One message, exit code 2, and the folder stays as it was."""
     before = {path: path.read_bytes() for path in folder.iterdir()} if folder.exists() else {}
@@ -233,11 +242,17 @@ def test_no_flipped_bit_loads_another_value(run, capsys):
 
 def test_foreign_runs_and_files_are_refused(run, tmp_path, capsys):
     script, nowhere = polyprune_dqn_atari, tmp_path / "nowhere"
+    message = f"{nowhere} is not the folder of a run"
+    assert_refused(script, script.Args(resume=nowhere), nowhere, message, capsys)
     for other in FLAGS:
         if other is not script:
-            assert_refused(other, other.Args(resume=run), run, f"{run} is a run of another script", capsys)
-    message = f"[Errno 2] No such file or directory: '{nowhere}/args.json'"
-    assert_refused(script, script.Args(resume=nowhere), nowhere, message, capsys)
+            assert_refused(other, other.Args(resume=run), run, f"{run} is a run of polyprune_dqn_atari", capsys)
+    flags = json.loads((run / "args.json").read_text())
+    (run / "args.json").write_text(json.dumps(flags | {"momentum": 0.9, "annealing": 1}))  # one is lost, two are new
+    (run / "args.json").write_text((run / "args.json").read_text().replace('"gamma"', '"discount"'))
+    message = f"{run} is a run of another version of this script: it differs in "
+    message += "--annealing, --discount, --gamma, --momentum"
+    assert_refused(script, script.Args(resume=run), run, message, capsys)
     (run / "args.json").write_text("{")
     with pytest.raises(SystemExit) as exit_info:
         script.main(script.Args(resume=run))
@@ -248,7 +263,7 @@ def test_foreign_runs_and_files_are_refused(run, tmp_path, capsys):
 def test_a_run_that_was_killed_before_its_first_checkpoint_cannot_go_on(run, capsys):
     for name in ("checkpoint.npz", "policy.npz"):
         (run / name).unlink()
-    script, message = polyprune_dqn_atari, f"[Errno 2] No such file or directory: '{run / 'checkpoint.npz'}'"
+    script, message = polyprune_dqn_atari, f"{run} has no checkpoint to go on from"
     assert_refused(script, script.Args(resume=run), run, message, capsys)
 
 
@@ -260,10 +275,58 @@ def test_missing_files_are_refused(pattern, run, capsys):
     assert_refused(script, script.Args(resume=run), run, message, capsys)
 
 
-def test_other_flags_are_refused(run, capsys):
+@pytest.mark.parametrize("flag", ["--seed 2", "--total-timesteps 10000000", "--checkpoint-period=250000"])
+def test_other_flags_are_refused_even_if_they_say_what_is_so_without_them(flag, run, capsys, monkeypatch):
     script = polyprune_dqn_atari
+    monkeypatch.setattr(sys, "argv", ["script.py", "--resume", str(run), *flag.split()])
     message = "--resume goes on with the run's own flags: leave out all others"
-    assert_refused(script, script.Args(resume=run, seed=2), run, message, capsys)
+    assert_refused(script, tyro.cli(script.Args), run, message, capsys)
+
+
+def change_checkpoint(run, change):
+    about, arrays = checkpoint(run)
+    arrays = change(arrays)
+    np.savez(run / "checkpoint.npz", about=json.dumps(about | {"arrays": list(arrays)}), **arrays)
+
+
+OTHER_VERSIONS = {
+    "an array less": lambda arrays: {name: x for name, x in arrays.items() if "masks" not in name},
+    "an array more": lambda arrays: arrays | {"state/noise": np.zeros(3)},
+    "another name": lambda arrays: {name.replace("opt_state", "adam"): x for name, x in arrays.items()},
+    "another shape": lambda arrays: {name: x[:-1] if "/target_params/" in name else x for name, x in arrays.items()},
+}
+
+
+@pytest.mark.parametrize("change", OTHER_VERSIONS.values(), ids=OTHER_VERSIONS)
+def test_checkpoints_of_another_version_are_refused(change, run, capsys):
+    script, path = polyprune_dqn_atari, run / "checkpoint.npz"
+    change_checkpoint(run, change)
+    message = f"{path} is of another version of this script"
+    assert_refused(script, script.Args(resume=run), run, message, capsys)
+
+
+def test_a_checkpoint_is_read_by_name_not_by_order(run, tmp_path):
+    """With two fields of the state exchanged, the target would be taken for the network that learns."""
+    script, other = polyprune_dqn_atari, Path(shutil.copytree(run, tmp_path / "other"))
+    change_checkpoint(other, lambda arrays: dict(reversed(arrays.items())))
+    assert_same_results(*(script.train(script.Args(resume=x)) for x in (run, other)))
+
+
+@pytest.mark.parametrize("player", [True, False])
+def test_printed_commands_can_be_pasted(player, tmp_path, monkeypatch, capsys):
+    script = polyprune_dqn_atari
+    if not player:  # a copy of the script elsewhere
+        monkeypatch.setattr(script, "__file__", str(tmp_path / "my copy.py"))
+    stop_after(60, script, monkeypatch)
+    with pytest.raises(SystemExit):
+        script.train(script.Args(runs_dir=tmp_path / "my runs", **PONG))
+    (run,) = (tmp_path / "my runs").iterdir()
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("python", "tensorboard"))]
+    resume, *play, board = [shlex.split(line) for line in lines]
+    assert (Path(resume[1]).resolve(), *resume[2:]) == (Path(script.__file__), "--resume", str(run))
+    assert board == ["tensorboard", "--logdir", str(tmp_path / "my runs")]
+    found = [(Path(words[1]).resolve(), *words[2:]) for words in play]
+    assert found == ([(Path(script.__file__).with_name("play_policy.py"), str(run))] if player else [])
 
 
 def test_a_run_has_one_process(run, capsys, monkeypatch):
@@ -277,12 +340,11 @@ def test_a_run_has_one_process(run, capsys, monkeypatch):
         return save_is_due(current)
 
     monkeypatch.setattr(script.Run, "save_is_due", resume_as_well)
-    message = "error: The file lock '{}/in_use.lock' could not be acquired.\n"
-    script.train(script.Args(resume=run))  # resumed
-    assert refused == [(2, message.format(run))]
+    script.train(script.Args(resume=run))
+    assert refused == [(2, f"error: another process is at work on {run}\n")]
     refused.clear()
-    new = script.train(script.Args(runs_dir=run, **PONG))  # and from its start
-    assert refused == [(2, message.format(new))]
+    new = script.train(script.Args(runs_dir=run, **PONG))  # before its first checkpoint, too
+    assert refused == [(2, f"error: another process is at work on {new}\n")]
 
 
 def test_a_finished_run_says_so_and_stays_as_it_is(run, capsys):
@@ -294,7 +356,7 @@ def test_a_finished_run_says_so_and_stays_as_it_is(run, capsys):
     with pytest.raises(SystemExit) as exit_info:
         script.train(script.Args(resume=run))
     assert exit_info.value.code is None  # success
-    assert capsys.readouterr().out == f"{run} is finished, or was stopped without a checkpoint to go on from\n"
+    assert capsys.readouterr().out == f"{run} is finished\n"
     assert before == {path: path.read_bytes() for path in run.iterdir()}
 
 
@@ -315,8 +377,26 @@ def test_a_second_sigterm_does_not_keep_the_checkpoint_from_being_written(signum
 def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path, monkeypatch):
     script = polyprune_dqn_atari
     stop_after(60, script, monkeypatch, (signal.SIGINT, signal.SIGINT))
-    with pytest.raises(KeyboardInterrupt):
-        script.train(script.Args(runs_dir=tmp_path, **PONG))
+    with pytest.raises(SystemExit) as exit_info:  # and not a KeyboardInterrupt, which would show a traceback
+        script.main(script.Args(runs_dir=tmp_path, **PONG))
+    assert exit_info.value.code == 130
+    assert not list(tmp_path.glob("*/checkpoint.npz"))
+
+
+def test_ctrl_c_while_the_script_starts_leaves_neither_a_traceback_nor_a_folder(tmp_path):
+    flags = f"--runs-dir {tmp_path / 'runs'}"
+    result = start(tmp_path, polyprune_dqn_atari, flags, "SIGINT polyprune_dqn_atari.check_args 1")
+    assert (result.returncode, result.stdout, result.stderr) == (-signal.SIGINT, "", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_while_the_first_file_is_written_ends_the_run_after_its_first_step(tmp_path, monkeypatch):
+    script, write_text = polyprune_dqn_atari, Path.write_text
+    monkeypatch.setattr(Path, "write_text", lambda *x: signal.raise_signal(signal.SIGINT) or write_text(*x))
+    with pytest.raises(SystemExit) as exit_info:
+        script.main(script.Args(runs_dir=tmp_path, **PONG))
+    assert exit_info.value.code == 130
+    assert checkpoint(next(tmp_path.iterdir()))[0]["step"] == 1
 
 
 def test_a_signal_in_the_last_step_changes_nothing(tmp_path, monkeypatch, capsys):
@@ -331,14 +411,14 @@ def test_the_end_is_in_the_log_before_the_checkpoint_is_deleted(run, tmp_path, m
     script, log, unlink, seen = polyprune_dqn_atari, tmp_path / "log", Path.unlink, []
 
     def read_and_unlink(path, **options):
-        seen.append("Finished after 400 steps" in log.read_text())
+        seen.extend(["Finished after 400 steps" in log.read_text()] * (path.name == "checkpoint.npz"))
         unlink(path, **options)
 
     monkeypatch.setattr(Path, "unlink", read_and_unlink)
     with open(log, "w") as file:  # which has a buffer
         monkeypatch.setattr(sys, "stdout", file)
         script.train(script.Args(resume=run))
-    assert seen == [True] * 3
+    assert seen == [True]
 
 
 def test_a_disk_that_fills_up_leaves_the_checkpoint_before(tmp_path, monkeypatch, capsys):
@@ -358,6 +438,7 @@ def test_a_disk_that_fills_up_leaves_the_checkpoint_before(tmp_path, monkeypatch
     monkeypatch.undo()
     (run,) = tmp_path.iterdir()
     assert checkpoint(run)[0]["step"] == 100
+    assert not list(run.glob("*.tmp"))
     assert script.train(script.Args(resume=run)) == run
 
 
@@ -385,6 +466,31 @@ def test_a_data_set_that_has_changed_is_refused(script, tmp_path, monkeypatch, c
     assert exit_info.value.code == 2
     assert capsys.readouterr().err == f"error: {message}\n"
     assert checkpoint(run)[0]["step"] == 37
+
+
+@pytest.mark.parametrize("script", [eaudecql_atari, polyprune_cql_atari], ids=["eaudecql", "polyprune_cql"])
+def test_a_data_set_that_vanishes_leaves_a_checkpoint_to_go_on_from(script, tmp_path, capsys, monkeypatch):
+    data = write_data(tmp_path / "data")
+    args = script.Args(runs_dir=tmp_path / "runs", dataset_dir=data, **DATA | dict(epoch_steps=20))
+    next_files = script.ReplayData.next_files
+    moved = []
+
+    def vanish(self):  # after the first epoch, when the files of the second have been read
+        if not moved:
+            moved.extend(future.result() for future in self.reading)
+            data.rename(tmp_path / "elsewhere")
+        next_files(self)
+
+    monkeypatch.setattr(script.ReplayData, "next_files", vanish)
+    with pytest.raises(SystemExit) as exit_info:
+        script.main(args)
+    assert exit_info.value.code == 2
+    assert re.fullmatch(r"error: \S+_ckpt\.\d\.gz cannot be used: .*\n", capsys.readouterr().err)
+    (run,) = (tmp_path / "runs").iterdir()
+    assert checkpoint(run)[0]["step"] == 40
+    (tmp_path / "elsewhere").rename(data)
+    script.train(script.Args(resume=run))
+    assert len(scalars(run)["eval/episodic_return"]) == 6
 
 
 def test_an_offline_run_goes_on_from_another_folder(tmp_path, monkeypatch):
@@ -430,7 +536,8 @@ def test_a_disk_without_room_is_said_at_the_start(script, tmp_path, monkeypatch,
         script.train(script.Args(runs_dir=tmp_path, **flags))
     assert exit_info.value.code == 2
     message = capsys.readouterr().err
-    assert "replay needs 7,761.6 GB" in message
+    assert message.startswith(f"error: {tmp_path}/Pong__")
+    assert " needs 7,761.6 GB: " in message
     for flag in ("--buffer-size", "--checkpoint-period"):
         assert flag in message
     assert message.count("\n") == 1
@@ -457,21 +564,7 @@ def test_the_room_is_taken_on_file_systems_that_cannot_do_that_at_once(tmp_path,
 
 @pytest.mark.parametrize("script", [eaudesac_mujoco, polyprune_sac_mujoco], ids=["eaudesac", "polyprune_sac"])
 def test_a_memory_that_is_too_large_is_said(script, tmp_path, capsys):
-    message = r"error: Unable to allocate .* for an array with shape .*"
     with pytest.raises(SystemExit) as exit_info:
-        script.main(script.Args(env_id="Hopper", buffer_size=10**13, runs_dir=tmp_path))
+        script.main(script.Args(env_id="Hopper", buffer_size=10**13, total_timesteps=10**13, runs_dir=tmp_path))
     assert exit_info.value.code == 2
-    assert re.fullmatch(message + "\n", capsys.readouterr().err)
-
-
-@pytest.mark.parametrize("script", [eaudesac_mujoco, polyprune_sac_mujoco], ids=["eaudesac", "polyprune_sac"])
-def test_every_episode_has_a_seed_of_the_runs_generator(script, tmp_path, monkeypatch):
-    seeds, reset = [], Probe.reset
-    monkeypatch.setattr(Probe, "reset", lambda env, seed=None, options=None: seeds.append(seed) or reset(env, seed))
-    flags = dict(env_id="Probe", total_timesteps=50, learning_starts=50, batch_size=4, eval_period=60)
-    for seed in (3, 3, 4):
-        script.train(script.Args(runs_dir=tmp_path, critic_features=(8,), actor_features=(8,), seed=seed, **flags))
-    runs = np.array(seeds).reshape(3, 11)  # 10 episodes, and the start of the next one
-    assert len(set(runs[0])) == 11
-    np.testing.assert_array_equal(runs[0], runs[1])
-    assert not set(runs[0]) & set(runs[2])
+    assert re.fullmatch("error: .+\n", capsys.readouterr().err)

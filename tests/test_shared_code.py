@@ -22,8 +22,9 @@ SCRIPTS = sorted(path for path in ROOT.glob("*.py") if re.match("eaude|polyprune
 README = (ROOT / "README.md").read_text()
 
 # Names that stand for different things in different scripts; all others have the same text wherever they appear.
-MAY_DIFFER = {"Args", "canonical_name", "make_env", "Batch", "QNetwork", "AgentState", "init_agent"}
-MAY_DIFFER |= {"Draws", "population_q_values", "learn_critics", "learn", "train"}
+OF_A_WORLD = {"canonical_name", "make_env", "Batch", "QNetwork", "population_q_values"}
+OF_AN_ALGORITHM = {"AgentState", "Draws", "learn_critics", "learn"}
+OF_BOTH = {"Args", "init_agent", "train"}
 
 SECTIONS = ["Arguments", "Environment", "Replay", "Network", "Pruning", "Agent"]
 SECTIONS += ["Learning", "Acting", "Training", "Run"]
@@ -74,8 +75,14 @@ def module(path: Path):
 
 
 def test_one_name_one_text():
-    found = differences({path.name: path.read_text() for path in SCRIPTS})
-    assert not {name: diff for name, diff in found.items() if name not in MAY_DIFFER}, "\n\n".join(found.values())
+    kinds = [("*", OF_A_WORLD | OF_AN_ALGORITHM)]
+    kinds += [(f"*_{world}", OF_AN_ALGORITHM) for world in ("atari", "minatar", "mujoco")]
+    kinds += [(f"{algorithm}_*", OF_A_WORLD) for algorithm in ("eaudedqn", "polyprune_dqn")]
+    for pattern, may_differ in kinds:
+        sources = {path.name: path.read_text() for path in SCRIPTS if path.match(f"{pattern}.py")}
+        assert len(sources) > 1
+        found = [diff for name, diff in differences(sources).items() if name not in may_differ | OF_BOTH]
+        assert not found, "\n\n".join(found)
 
 
 @pytest.mark.parametrize(

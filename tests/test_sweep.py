@@ -18,14 +18,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tyro
-from common import final_weights
+from common import LIMIT, final_weights
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmark"))
 
 import sweep  # noqa: E402
 
-LIMIT = 600  # seconds: it ends a hang, and is far above what a busy machine needs
 SHORT = "--total-timesteps 2000 --learning-starts 100 --checkpoint-period 100 --batch-size 16 --pruning-period 50"
 SHORT += " --critic-features 8 --actor-features 8 --eval-period 1000 --eval-episodes 1"
 STUDY = f"""
