@@ -641,14 +641,18 @@ CROWN = [(-1, -0.7), (1, -0.7), (1.2, 0.9), (0.5, 0), (0, 1.1), (-0.5, 0), (-1.2
 
 
 def draw_population():
-    """A line for each network, at the height of its sparsity, from one target update to the next."""
     (runs,) = load_study("population").values()
     (run,) = runs
-    steps, sparsities, losses, parents = population(run)
+    figure, ((panel,),) = new_figure(1, 1, 9, 4.4)
+    draw_tree(panel, *population(run))
+    return figure
+
+
+def draw_tree(panel, steps: np.ndarray, sparsities: np.ndarray, losses: np.ndarray, parents: np.ndarray) -> None:
+    """A line for each network, at the height of its sparsity, from one target update to the next."""
     n_networks = parents.shape[1]
     heights = sparsities + 0.004 * (np.arange(n_networks) - n_networks // 2)  # beside each other if they are equal
     period, best = steps[1] - steps[0], losses.argmin(axis=1)
-    figure, ((panel,),) = new_figure(1, 1, 9, 4.4)
     other, chosen = dict(color="#888888", linewidth=1.2), dict(color=EAUDE[0], linewidth=2.5, zorder=3)
     lost = dict(color="black", marker="x", linestyle="", markersize=6, zorder=4)
     crown = dict(color="#F0E442", marker=CROWN, linestyle="", markeredgecolor="black", markersize=13, zorder=5)
@@ -668,7 +672,6 @@ def draw_population():
     }
     panel.legend([plt.Line2D([], [], **style) for style in legend.values()], legend, loc="lower right")
     set_labels(panel, "environment steps", "sparsity")
-    return figure
 
 
 MINATAR = 500_000, 6_000, 2_000  # steps, the first target update, and from one to the next
