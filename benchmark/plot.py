@@ -429,7 +429,8 @@ def draw_minatar_sparsity():
             draw_point(right, place, sparsities, np.mean, color=style[0], marker=style[2], linestyle="")
             rows.append(f"| {env} | {sizes[name]} | {len(runs)} | {with_interval(sparsities, np.mean, 3)} |")
     polyprune = [runs for (variant, _), runs in studies["minatar"].items() if variant == "polyprune"]
-    draw_iqm(left, polyprune, "sparsity/target", POLYPRUNE, "PolyPruneDQN")
+    if polyprune:
+        draw_iqm(left, polyprune, "sparsity/target", POLYPRUNE, "PolyPruneDQN")
     print("\nMinAtar, final sparsities of EauDeDQN\n")
     print("| game | hidden units | seeds | final sparsity |", "|---|---|---|---|", *sorted(rows), "", sep="\n")
     draw_chance([left], *MINATAR, max_speed=0.04)
