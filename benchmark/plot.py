@@ -289,7 +289,7 @@ def new_figure(n_rows: int, n_columns: int, width: float, height: float):
 
 def set_labels(panel, x: str, y: str, title: str = "") -> None:
     panel.set(xlabel=x, ylabel=y, title=title)
-    if "sparsity" not in x:
+    if "steps" in x:
         panel.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))  # 50k, 10M
 
 
