@@ -279,6 +279,8 @@ def print_table(title: str, study: Study) -> None:
 # ---- Parts of figures ------------------------------------------------------------------------------------------------
 def new_figure(n_rows: int, n_columns: int, width: float, height: float):
     """Sizes in inches."""
+    if not n_columns:
+        raise KeyError("its variants")
     figure, axes = plt.subplots(n_rows, n_columns, figsize=(width, height), squeeze=False, layout="constrained")
     for panel in axes.ravel():
         panel.spines[["top", "right"]].set_visible(False)
@@ -289,7 +291,7 @@ def new_figure(n_rows: int, n_columns: int, width: float, height: float):
 
 def set_labels(panel, x: str, y: str, title: str = "") -> None:
     panel.set(xlabel=x, ylabel=y, title=title)
-    if "steps" in x:
+    if not x or "steps" in x:
         panel.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))  # 50k, 10M
 
 
@@ -436,6 +438,7 @@ def draw_minatar_sparsity():
     draw_chance([left], *MINATAR, max_speed=0.04)
     set_labels(left, "steps", "sparsity (IQM of the games)")
     set_labels(right, "", "final sparsity")
+    right.set(xlim=(-0.5, len(envs) - 0.5), ylim=(0, 1))
     right.xaxis.set_major_locator(matplotlib.ticker.FixedLocator(range(len(envs))))
     right.xaxis.set_major_formatter(
         matplotlib.ticker.FixedFormatter([re.sub("(?<=[a-z])(?=[A-Z])", "\n", env) for env in envs])
