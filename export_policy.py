@@ -70,6 +70,8 @@ def check_args(args: Args) -> None:
     for (flag, path), (other, other_path) in itertools.combinations({"the policy": policy, **outputs}.items(), 2):
         if path.resolve() == other_path.resolve():
             fail(f"{flag} and {other} would be the same file, {path}")
+    if args.main and args.main.suffix != ".c":
+        fail(f"--main {args.main} must be a .c file")
     for path in outputs.values():
         check_output(path)
 
@@ -265,6 +267,8 @@ def words_of(layers: list[PlanarLayer], world: str) -> dict:
 
 
 # ---- C: the pieces of text -------------------------------------------------------------------------------------------
+SIGNATURE = Template("void ${name}_$output(const $type observation[$n_inputs], float $output[$n_outputs])")
+
 HEAD = Template("""\
 /* $title.
    Written by export_policy.py: C99 and C++, no library, no memory but its own.
@@ -288,11 +292,12 @@ $includes#include <stdint.h>
 #include <string.h>
 """)
 
-# The image is cut into blocks of stride x stride pixels. All pixels at one place of their blocks make a plane. Then a
-# weight of a kernel is multiplied with one piece of a plane, which is contiguous. The price: each row of a piece has a
-# few numbers too many at its end, which nobody reads. The sum of a convolution lies behind the planes: where gcc 12
-# knew that they do not overlap, -O3 interchanged the loops over weights and pixels, and it took 58 us in place of 4.
+# The price of the pieces: each of their rows has a few numbers too many at its end, which nobody reads. The sum of a
+# convolution lies behind the planes: where gcc 12 knew that they do not overlap, -O3 interchanged the loops over
+# weights and pixels, and it took 58 us in place of 4.
 CUT = Template("""\
+/* Cuts the image into blocks of $stride x $stride pixels. All pixels at one place of their blocks make a plane.
+   A weight of the convolution is then multiplied with one piece of a plane, which is contiguous. */
 static void ${layer}_cut(const $type *x, float *planes) {
   memset(planes, 0, $n_planes * $width * $width * sizeof(float)); /* zeros around the image */
   for (int down = 0; down < $stride; down++)
@@ -311,7 +316,7 @@ static void $layer(float *x, float *y) {
   float *sum = x + $n_planes * $width * $width; /* behind the planes, in rows of $width */
   for (int output = 0; output < $n_outputs; output++) {
     const float *weights = ${layer}_weights + $first;
-    const ${index}_t *pieces = ${layer}_pieces + $first_piece;
+    const ${index}_t *pieces = $pieces;
     int i, n = $n;
     for (i = 0; i < $length; i++) sum[i] = ${layer}_bias[output];
     for (; n >= 4; n -= 4, weights += 4, pieces += 4) { /* four at a time: sum is read and written less often */
@@ -460,10 +465,10 @@ def layer_text(name: str, layers: list[PlanarLayer], i: int, world: str) -> str:
         what = f"convolution of {size} x {size} with stride {layer.stride}"
         what += f" from {n} x {n} x {n_inputs} to {n_out} x {n_out} x {n_outputs}"
         words |= {"n_planes": layer.n_planes, "length": layer.length, "index": arrays["pieces"].dtype}
-        words |= {"first": f"output * {n_pieces}", "first_piece": "0", "n": n_pieces}
+        words |= {"first": f"output * {n_pieces}", "pieces": f"{name}_pieces", "n": n_pieces}
         if sparse:
             first = f"{name}_starts[output]"
-            words |= {"first": first, "first_piece": first, "n": f"{name}_starts[output + 1] - {first}"}
+            words |= {"first": first, "pieces": f"{name}_pieces + {first}", "n": f"{name}_starts[output + 1] - {first}"}
         words |= {"type": "float" if i else "uint8_t", "pixel": f"(channel * {n} + row) * {n} + column"}
         if world == "minatar" and i == 0:
             words["pixel"] = f"(row * {n} + column) * {n_inputs} + channel"
@@ -483,9 +488,9 @@ def layer_text(name: str, layers: list[PlanarLayer], i: int, world: str) -> str:
 # ---- C: the header and the program around it -------------------------------------------------------------------------
 MEANINGS = {
     "atari": """observation[(frame * 84 + row) * 84 + column]: four frames in grey, 0 to 255, the newest last.
-   The greedy action has the largest Q-value. They are in the order of the game's minimal action set.""",
+   Q-values are in the order of the game's minimal action set: the largest is that of the greedy action.""",
     "minatar": """observation[(row * 10 + column) * $n_channels + channel]: the state of the game, 0 or 1.
-   The greedy action has the largest Q-value. They are in the order of the game's minimal action set.""",
+   Q-values are in the order of the game's minimal action set: the largest is that of the greedy action.""",
     "mujoco": """An action is from -1 to 1: tanh is included. That of the task is low + (action + 1) / 2 * (high - low),
    where low and high are the bounds of its action space.""",
 }
@@ -518,33 +523,24 @@ def costs_of(layers: list[PlanarLayer], sparse: bool = True) -> dict[str, int]:
 
 
 def header_text(args: Args, about: dict, network: dict, layers: list[PlanarLayer]) -> str:
-    name, world, words = args.name, network["world"], words_of(layers, network["world"])
-    signature = "void {name}_{output}(const {type} observation[{n_inputs}], float {output}[{n_outputs}])"
-    signature = signature.format(**words, name=name)
+    name, world, steps, buffers = args.name, network["world"], steps_of(layers), buffers_of(layers)
+    words = words_of(layers, world) | {"name": name, "file": args.c.name}
+    signature = SIGNATURE.substitute(words)
+    title = f"A policy for {about['args']['env_id']}, trained by {about['script']}.py for {about['step']:,} steps"
     n_weights = sum(network["params"][layer.name]["kernel"].size for layer in layers)
-    head = HEAD.substitute(
-        words,
-        name=name,
-        file=args.c.name,
-        title=plain(
-            f"A policy for {about['args']['env_id']}, trained by {about['script']}.py for {about['step']:,} steps"
-        ),
-        signature=signature,
-        meaning=Template(MEANINGS[world]).substitute(n_channels=words["shape"][-1]),
-        n_weights=f"{n_weights:,}",
-        **{key: f"{x:,}" for key, x in costs_of(layers).items()},
-        includes="#include <math.h>\n" if world == "mujoco" else "",
-    )
-    parts = [head] + [f"static float {name}_{buffer}[{size}];\n" for buffer, size in buffers_of(layers).items()]
+    words |= {key: f"{x:,}" for key, x in costs_of(layers).items()} | {"n_weights": f"{n_weights:,}"}
+    meaning = Template(MEANINGS[world]).substitute(n_channels=words["shape"][-1])
+    includes = "#include <math.h>\n" if world == "mujoco" else ""
+    head = HEAD.substitute(words, title=plain(title), signature=signature, meaning=meaning, includes=includes)
+    parts = [head] + [f"static float {name}_{buffer}[{size}];\n" for buffer, size in buffers.items()]
     parts += [layer_text(f"{name}_layer_{i}", layers, i, world) for i in range(len(layers))]
-    steps = steps_of(layers)
-    memory = [f"{name}_buffer_{'ab'[i % 2]}" for i in range(len(steps) - 1)]
-    reads_and_writes = itertools.pairwise(["observation", *memory, words["output"]])
-    body = [f"{name}_{function}({x}, {y});" for function, (x, y) in zip(steps, reads_and_writes)]
+    written = [f"{name}_{buffer}" for _, buffer in zip(list(steps)[:-1], itertools.cycle(buffers))]
+    memory = itertools.pairwise(["observation", *written, words["output"]])
+    body = [f"{name}_{function}({x}, {y});" for function, (x, y) in zip(steps, memory)]
     if world == "mujoco":
         body.append(f"for (int i = 0; i < {words['n_outputs']}; i++) action[i] = tanhf(action[i]);")
-    parts += ["static inline " + signature + " {\n" + "".join(f"  {line}\n" for line in body) + "}\n"]
-    return "\n".join([*parts, "#endif\n"])
+    body = "".join(f"  {line}\n" for line in body)
+    return "\n".join([*parts, f"static inline {signature} {{\n{body}}}\n", "#endif\n"])
 
 
 def compile_command(args: Args) -> str:

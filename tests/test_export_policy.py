@@ -396,6 +396,7 @@ def test_without_onnx_the_message_says_what_to_install(tmp_path, capsys, monkeyp
         (dict(c=Path("a.h"), main=Path("folder.h/../a.h")), "--c and --main would be the same file, a.h"),
         (dict(c=Path("policy.npz")), "the policy and --c would be the same file, policy.npz"),
         (dict(c=Path('a".h'), main=Path("b.c")), """--c 'a".h' cannot be included"""),
+        (dict(c=Path("a.h"), main=Path("policy")), "--main policy must be a .c file"),
         (dict(c=Path("nowhere/a.h")), "cannot write to nowhere: No such file or directory"),
         (dict(c=Path("a.h"), main=Path("nowhere/a.c")), "cannot write to nowhere: No such file or directory"),
         (dict(c=Path("a.h"), onnx=Path("/proc/a.onnx")), "cannot write to /proc: "),
