@@ -70,6 +70,8 @@ def check_args(args: Args) -> None:
     for (flag, path), (other, other_path) in itertools.combinations({"the policy": policy, **outputs}.items(), 2):
         if path.resolve() == other_path.resolve():
             fail(f"{flag} and {other} would be the same file, {path}")
+    if args.main and args.main.suffix != ".c":
+        fail(f"--main {args.main} must be a .c file")
     for path in outputs.values():
         check_output(path)
 
@@ -195,12 +197,6 @@ def drop_idle_units(params: dict, names: list[str]) -> dict:
     return params
 
 
-def count_weights(network: dict) -> tuple[int, int]:
-    """Weights that are not zero, and all, of those that can be pruned: not the biases."""
-    kernels = [x for layer in network["params"].values() for x in layer.values() if x.ndim > 1]
-    return sum(np.count_nonzero(x) for x in kernels), sum(x.size for x in kernels)
-
-
 class PlanarLayer(NamedTuple):
     """What comes in and goes out is a vector, or an image one channel after the other."""
 
@@ -213,6 +209,16 @@ class PlanarLayer(NamedTuple):
     n_pixels_out: int = 1  # and goes out
     start: int = 0  # pixels of padding before the image
     width: int = 0  # of the padded image, in blocks of stride x stride pixels
+
+    @property
+    def n_planes(self) -> int:
+        """Into which the padded image is cut."""
+        return self.stride**2 * self.kernel.shape[-2]
+
+    @property
+    def length(self) -> int:
+        """Of what a weight of a convolution is multiplied with: rows of a plane, without the last one's end."""
+        return self.width * (self.n_pixels_out - 1) + self.n_pixels_out
 
 
 def planar_layers(path: Path, network: dict, drop_idle: bool = True) -> list[PlanarLayer]:
@@ -261,6 +267,8 @@ def words_of(layers: list[PlanarLayer], world: str) -> dict:
 
 
 # ---- C: the pieces of text -------------------------------------------------------------------------------------------
+SIGNATURE = Template("void ${name}_$output(const $type observation[$n_inputs], float $output[$n_outputs])")
+
 HEAD = Template("""\
 /* $title.
    Written by export_policy.py: C99 and C++, no library, no memory but its own.
@@ -277,26 +285,27 @@ HEAD = Template("""\
        $type observation[$n_inputs] = {0};
        float $output[$n_outputs];
        ${name}_$output(observation, $output); */
-#ifndef ${guard}_H
-#define ${guard}_H
+#ifndef EXPORTED_${name}_H
+#define EXPORTED_${name}_H
 
 $includes#include <stdint.h>
 #include <string.h>
 """)
 
-# The image is cut into blocks of stride x stride pixels. All pixels at one place of their blocks make a plane. Then a
-# weight of a kernel is multiplied with one piece of a plane, which is contiguous. The price: each row of a piece has a
-# few numbers too many at its end, which nobody reads. The sum of a convolution lies behind the planes: where gcc 12
-# knew that they do not overlap, -O3 interchanged the loops over weights and pixels, and it took 58 us in place of 4.
+# The price of the pieces: each of their rows has a few numbers too many at its end, which nobody reads. The sum of a
+# convolution lies behind the planes: where gcc 12 knew that they do not overlap, -O3 interchanged the loops over
+# weights and pixels, and it took 58 us in place of 4.
 CUT = Template("""\
+/* Cuts the image into blocks of $stride x $stride pixels. All pixels at one place of their blocks make a plane.
+   A weight of the convolution is then multiplied with one piece of a plane, which is contiguous. */
 static void ${layer}_cut(const $type *x, float *planes) {
   memset(planes, 0, $n_planes * $width * $width * sizeof(float)); /* zeros around the image */
   for (int down = 0; down < $stride; down++)
     for (int right = 0; right < $stride; right++)
-      for (int channel = 0; channel < $n_channels; channel++) {
+      for (int channel = 0; channel < $n_inputs; channel++) {
         for (int row = (down + $shift) % $stride; row < $n_rows; row += $stride)
           for (int column = (right + $shift) % $stride; column < $n_rows; column += $stride)
-            planes[(row + $start) / $stride * $width + (column + $start) / $stride] = (float)x[$index];
+            planes[(row + $start) / $stride * $width + (column + $start) / $stride] = (float)x[$pixel];
         planes += $width * $width;
       }
 }
@@ -307,7 +316,7 @@ static void $layer(float *x, float *y) {
   float *sum = x + $n_planes * $width * $width; /* behind the planes, in rows of $width */
   for (int output = 0; output < $n_outputs; output++) {
     const float *weights = ${layer}_weights + $first;
-    const ${index}_t *pieces = ${layer}_pieces + $first_piece;
+    const ${index}_t *pieces = $pieces;
     int i, n = $n;
     for (i = 0; i < $length; i++) sum[i] = ${layer}_bias[output];
     for (; n >= 4; n -= 4, weights += 4, pieces += 4) { /* four at a time: sum is read and written less often */
@@ -317,8 +326,8 @@ static void $layer(float *x, float *y) {
     }
     for (; n > 0; n--, weights++, pieces++)
       for (i = 0; i < $length; i++) sum[i] += weights[0] * x[pieces[0] + i];
-    for (int row = 0; row < $n_pixels; row++)
-      for (int column = 0; column < $n_pixels; column++) {
+    for (int row = 0; row < $n_pixels_out; row++)
+      for (int column = 0; column < $n_pixels_out; column++) {
         const float value = sum[row * $width + column];
         *y++ = value > 0 ? value : 0;
       }
@@ -380,11 +389,9 @@ MAIN = Template("""\
 int main(void) {
   static $type observation[$n_inputs];
   float $output[$n_outputs];
-  $number number;
   int n = 0;
-  while (scanf("$code", &number) == 1) {
-    observation[n++] = ($type)number;
-    if (n < $n_inputs) continue;
+  while (scanf("$code", &observation[n]) == 1) {
+    if (++n < $n_inputs) continue;
     ${name}_$output(observation, $output);
     for (n = 0; n < $n_outputs; n++) printf("%.9g%c", (double)$output[n], n < $n_outputs - 1 ? ' ' : '\\n');
     fflush(stdout);
@@ -433,11 +440,6 @@ def count_bytes(arrays: dict[str, np.ndarray]) -> int:
     return sum(x.nbytes for x in arrays.values())
 
 
-def piece_length(layer: PlanarLayer) -> int:
-    """Of what a weight of a convolution is multiplied with: rows of the padded image, without the last one's end."""
-    return layer.width * (layer.n_pixels_out - 1) + layer.n_pixels_out
-
-
 def array_text(name: str, x: np.ndarray) -> str:
     """Floats have as many digits as tell them apart from all others: none is changed."""
     words = x.astype(str).tolist() or ["0"]  # no array of C is empty
@@ -452,75 +454,62 @@ def plain(text) -> str:
     return re.sub(r"[^\w ()/.,-]", "_", str(text), flags=re.ASCII)
 
 
-def cut_text(name: str, layer: PlanarLayer, type_: str, index: str) -> str:
-    """The function that cuts the image for a convolution."""
-    return CUT.substitute(
-        layer=name,
-        type=type_,
-        index=index,
-        n_planes=layer.stride**2 * layer.kernel.shape[2],
-        n_channels=layer.kernel.shape[2],
-        width=layer.width,
-        stride=layer.stride,
-        start=layer.start,
-        shift=-layer.start % layer.stride,
-        n_rows=min(layer.n_pixels, layer.width * layer.stride - layer.start),  # VALID can leave some pixels over
-    )
-
-
-def layer_text(name: str, layer: PlanarLayer, is_last: bool) -> str:
-    """What it is, its constants and its function."""
-    arrays, shape, n_outputs = best_arrays(layer), layer.kernel.shape, len(layer.bias)
+def layer_text(name: str, layers: list[PlanarLayer], i: int, world: str) -> str:
+    """What it is, its constants and its functions."""
+    layer, arrays = layers[i], best_arrays(layers[i])
+    n_inputs, n_outputs = layer.kernel.shape[-2], len(layer.bias)
     sparse = "starts" in arrays or "counts" in arrays
-    words = {"layer": name, "n_inputs": shape[-2], "n_outputs": n_outputs, "width": layer.width}
+    words = layer._asdict() | {"layer": name, "n_inputs": n_inputs, "n_outputs": n_outputs}
     if layer.stride:
-        n, n_out, n_pieces = layer.n_pixels, layer.n_pixels_out, len(arrays["pieces"])
-        what = f"convolution of {shape[0]} x {shape[0]} with stride {layer.stride}"
-        what += f" from {n} x {n} x {shape[2]} to {n_out} x {n_out} x {n_outputs}"
-        words |= {"index": arrays["pieces"].dtype, "n_pixels": n_out, "length": piece_length(layer)}
-        words |= {"n_planes": layer.stride**2 * shape[2]}
-        words |= {"first": f"output * {n_pieces}", "first_piece": "0", "n": n_pieces}
+        size, n, n_out, n_pieces = len(layer.kernel), layer.n_pixels, layer.n_pixels_out, len(arrays["pieces"])
+        what = f"convolution of {size} x {size} with stride {layer.stride}"
+        what += f" from {n} x {n} x {n_inputs} to {n_out} x {n_out} x {n_outputs}"
+        words |= {"n_planes": layer.n_planes, "length": layer.length, "index": arrays["pieces"].dtype}
+        words |= {"first": f"output * {n_pieces}", "pieces": f"{name}_pieces", "n": n_pieces}
         if sparse:
             first = f"{name}_starts[output]"
-            words |= {"first": first, "first_piece": first, "n": f"{name}_starts[output + 1] - {first}"}
+            words |= {"first": first, "pieces": f"{name}_pieces + {first}", "n": f"{name}_starts[output + 1] - {first}"}
+        words |= {"type": "float" if i else "uint8_t", "pixel": f"(channel * {n} + row) * {n} + column"}
+        if world == "minatar" and i == 0:
+            words["pixel"] = f"(row * {n} + column) * {n_inputs} + channel"
+        words["n_rows"] = min(n, layer.width * layer.stride - layer.start)  # VALID can leave some pixels over
+        cut = CUT.substitute(words, shift=-layer.start % layer.stride) + "\n"
         function = CONVOLUTION.substitute(words)
     else:
-        what = f"dense layer from {shape[0]} to {n_outputs}"
-        words |= {"relu": "" if is_last else RELU.substitute(words)}
+        what, cut = f"dense layer from {n_inputs} to {n_outputs}", ""
+        words["relu"] = RELU.substitute(words) if i < len(layers) - 1 else ""
         function = SPARSE.substitute(words, index=arrays["outputs"].dtype) if sparse else DENSE.substitute(words)
     kept = f"{np.count_nonzero(layer.kernel):,} of {layer.kernel.size:,} weights are not zero"
     note = "only they are written" if sparse else "all are written, which is smaller"
     comment = f"/* {plain(layer.name)}: {what}.\n   {kept}: {note}. */\n"
-    return comment + "".join(array_text(f"{name}_{key}", x) for key, x in arrays.items()) + function
+    return cut + comment + "".join(array_text(f"{name}_{key}", x) for key, x in arrays.items()) + function
 
 
 # ---- C: the header and the program around it -------------------------------------------------------------------------
 MEANINGS = {
     "atari": """observation[(frame * 84 + row) * 84 + column]: four frames in grey, 0 to 255, the newest last.
-   The greedy action has the largest Q-value. They are in the order of the game's minimal action set.""",
+   Q-values are in the order of the game's minimal action set: the largest is that of the greedy action.""",
     "minatar": """observation[(row * 10 + column) * $n_channels + channel]: the state of the game, 0 or 1.
-   The greedy action has the largest Q-value. They are in the order of the game's minimal action set.""",
+   Q-values are in the order of the game's minimal action set: the largest is that of the greedy action.""",
     "mujoco": """An action is from -1 to 1: tanh is included. That of the task is low + (action + 1) / 2 * (high - low),
    where low and high are the bounds of its action space.""",
 }
 
 
-def plan(layers: list[PlanarLayer]) -> tuple[list[tuple[str, str, str]], dict[str, int]]:
-    """(function, what it reads, what it writes) in order, and how many numbers each of the two buffers must hold."""
-    functions = []
+def steps_of(layers: list[PlanarLayer]) -> dict[str, int]:
+    """The functions in the order of their calls, and how many numbers each writes."""
+    steps = {}
     for i, layer in enumerate(layers):
         if layer.stride:
-            n_planes = layer.stride**2 * layer.kernel.shape[2]
-            functions.append((f"layer_{i}_cut", n_planes * layer.width**2 + piece_length(layer)))
-        functions.append((f"layer_{i}", len(layer.bias) * layer.n_pixels_out**2))
-    calls, sizes, x = [], {}, "observation"
-    for i, (function, size) in enumerate(functions):
-        y = "output" if i == len(functions) - 1 else ("buffer_a", "buffer_b")[i % 2]
-        calls.append((function, x, y))
-        sizes[y] = max(sizes.get(y, 1), size)
-        x = y
-    del sizes["output"]
-    return calls, sizes
+            steps[f"layer_{i}_cut"] = layer.n_planes * layer.width**2 + layer.length
+        steps[f"layer_{i}"] = len(layer.bias) * layer.n_pixels_out**2
+    return steps
+
+
+def buffers_of(layers: list[PlanarLayer]) -> dict[str, int]:
+    """Numbers that they hold: all functions but the last write to them in turns."""
+    sizes = list(steps_of(layers).values())[:-1]
+    return {f"buffer_{'ab'[i]}": max(1, *sizes[i::2]) for i in range(min(2, len(sizes)))}
 
 
 def costs_of(layers: list[PlanarLayer], sparse: bool = True) -> dict[str, int]:
@@ -529,35 +518,29 @@ def costs_of(layers: list[PlanarLayer], sparse: bool = True) -> dict[str, int]:
     return {
         "weights": sum(np.count_nonzero(x.kernel) if sparse else x.kernel.size for x in layers),
         "flash": sum(map(count_bytes, arrays)),
-        "ram": 4 * sum(plan(layers)[1].values()),
+        "ram": 4 * sum(buffers_of(layers).values()),
     }
 
 
 def header_text(args: Args, about: dict, network: dict, layers: list[PlanarLayer]) -> str:
-    name, world, (calls, sizes) = args.name, network["world"], plan(layers)
-    words = words_of(layers, world) | {"name": name, "guard": f"EXPORTED_{name.upper()}", "file": args.c.name}
-    signature = "void {name}_{output}(const {type} observation[{n_inputs}], float {output}[{n_outputs}])"
-    signature = signature.format(**words)
+    name, world, steps, buffers = args.name, network["world"], steps_of(layers), buffers_of(layers)
+    words = words_of(layers, world) | {"name": name, "file": args.c.name}
+    signature = SIGNATURE.substitute(words)
     title = f"A policy for {about['args']['env_id']}, trained by {about['script']}.py for {about['step']:,} steps"
-    costs = {key: f"{x:,}" for key, x in costs_of(layers).items()} | {"n_weights": f"{count_weights(network)[1]:,}"}
-    meaning = Template(MEANINGS[world]).substitute(n_channels=layers[0].kernel.shape[-2])
+    n_weights = sum(network["params"][layer.name]["kernel"].size for layer in layers)
+    words |= {key: f"{x:,}" for key, x in costs_of(layers).items()} | {"n_weights": f"{n_weights:,}"}
+    meaning = Template(MEANINGS[world]).substitute(n_channels=words["shape"][-1])
     includes = "#include <math.h>\n" if world == "mujoco" else ""
-    head = HEAD.substitute(words, **costs, title=plain(title), meaning=meaning, signature=signature, includes=includes)
-    parts = [head] + [f"static float {name}_{buffer}[{size}];\n" for buffer, size in sizes.items()]
-    for i, layer in enumerate(layers):
-        if layer.stride:
-            index = f"(channel * {layer.n_pixels} + row) * {layer.n_pixels} + column"
-            if world == "minatar" and i == 0:
-                index = f"(row * {GRID} + column) * {layer.kernel.shape[2]} + channel"
-            parts.append(cut_text(f"{name}_layer_{i}", layer, "float" if i else "uint8_t", index))
-        parts.append(layer_text(f"{name}_layer_{i}", layer, i == len(layers) - 1))
-    memory = {"observation": "observation", "output": words["output"]}
-    memory |= {buffer: f"{name}_{buffer}" for buffer in sizes}
-    body = [f"{name}_{function}({memory[x]}, {memory[y]});" for function, x, y in calls]
+    head = HEAD.substitute(words, title=plain(title), signature=signature, meaning=meaning, includes=includes)
+    parts = [head] + [f"static float {name}_{buffer}[{size}];\n" for buffer, size in buffers.items()]
+    parts += [layer_text(f"{name}_layer_{i}", layers, i, world) for i in range(len(layers))]
+    written = [f"{name}_{buffer}" for _, buffer in zip(list(steps)[:-1], itertools.cycle(buffers))]
+    memory = itertools.pairwise(["observation", *written, words["output"]])
+    body = [f"{name}_{function}({x}, {y});" for function, (x, y) in zip(steps, memory)]
     if world == "mujoco":
         body.append(f"for (int i = 0; i < {words['n_outputs']}; i++) action[i] = tanhf(action[i]);")
-    parts += ["static inline " + signature + " {\n" + "".join(f"  {line}\n" for line in body) + "}\n"]
-    return "\n".join([*parts, "#endif\n"])
+    body = "".join(f"  {line}\n" for line in body)
+    return "\n".join([*parts, f"static inline {signature} {{\n{body}}}\n", "#endif\n"])
 
 
 def compile_command(args: Args) -> str:
@@ -566,9 +549,9 @@ def compile_command(args: Args) -> str:
 
 def main_text(args: Args, network: dict, layers: list[PlanarLayer]) -> str:
     words = words_of(layers, network["world"])
-    number, code = ("int", "%d") if words["type"] == "uint8_t" else ("float", "%f")
+    code = "%hhu" if words["type"] == "uint8_t" else "%f"
     file = os.path.relpath(args.c, args.main.parent).replace(os.sep, "/")
-    return MAIN.substitute(words, name=args.name, file=file, command=compile_command(args), number=number, code=code)
+    return MAIN.substitute(words, name=args.name, file=file, command=compile_command(args), code=code)
 
 
 # ---- ONNX ------------------------------------------------------------------------------------------------------------
@@ -587,12 +570,11 @@ def onnx_bytes(network: dict, layers: list[PlanarLayer]) -> bytes:
     if network["world"] == "minatar":
         add("Transpose", perm=[0, 3, 1, 2])
     for i, layer in enumerate(layers):
-        weights = f"kernel_{i}", f"bias_{i}"
+        kernel, weights = layer.kernel, (f"kernel_{i}", f"bias_{i}")
         if layer.stride:
-            kernel, padding = layer.kernel.transpose(3, 2, 0, 1), {"SAME": "SAME_UPPER"}.get(layer.padding, "VALID")
+            kernel, padding = kernel.transpose(3, 2, 0, 1), "SAME_UPPER" if layer.padding == "SAME" else "VALID"
             add("Conv", *weights, strides=[layer.stride] * 2, auto_pad=padding)
         else:
-            kernel = layer.kernel
             add("Flatten")
             add("Gemm", *weights)
         tensors += [numpy_helper.from_array(x, name) for x, name in zip((kernel, layer.bias), weights)]
@@ -614,10 +596,9 @@ def onnx_bytes(network: dict, layers: list[PlanarLayer]) -> bytes:
 def print_costs(n_bytes: int, layers: list[PlanarLayer], dense_layers: list[PlanarLayer]) -> None:
     """Of the header, and of one for the same network if it had not been pruned."""
     here, dense = costs_of(layers), costs_of(dense_layers, sparse=False)
-    sample = array_text("", np.concatenate([layer.kernel[layer.kernel != 0][:1_000] for layer in layers]))
-    n_dense_bytes = round(
-        dense["flash"] / 4 * len(sample) / (sample.count(",") + 1), -3
-    )  # each number takes four bytes
+    kept = np.concatenate([layer.kernel[layer.kernel != 0][:1_000] for layer in layers])
+    n_characters = len(array_text("", kept)) / max(1, len(kept))  # of a weight, which takes four bytes of flash
+    n_dense_bytes = round(dense["flash"] / 4 * n_characters, -3)
     print(f"{'The header':20}{'as it is':>14}{'dense':>14}")
     print(f"{'Bytes in the file':20}{n_bytes:14,}{f'about {n_dense_bytes:,.0f}':>18}")
     for name, key in (("Bytes of flash", "flash"), ("Bytes of RAM", "ram"), ("Non-zero weights", "weights")):
@@ -628,7 +609,7 @@ def export_policy(args: Args) -> None:
     check_args(args)
     about, networks = load_policy(args.path)
     network, contents = networks["target" if "target" in networks else "actor"], {}
-    layers, dense_layers = (planar_layers(args.path, network, drop_idle) for drop_idle in (True, False))
+    layers = planar_layers(args.path, network)
     if args.c:
         contents[args.c] = header_text(args, about, network, layers).encode()
     if args.main:
@@ -639,7 +620,7 @@ def export_policy(args: Args) -> None:
         write_whole(path, lambda file, content=content: file.write(content))
         print(f"Written: {shlex.quote(str(path))}, {len(content):,} bytes")
     if args.c:
-        print_costs(len(contents[args.c]), layers, dense_layers)
+        print_costs(len(contents[args.c]), layers, planar_layers(args.path, network, drop_idle=False))
     if args.main:
         print(compile_command(args))
 

@@ -207,14 +207,14 @@ def test_convolutions_of_any_size_stride_and_padding_are_right(size, stride, pad
 
 @needs_a_compiler
 def test_two_policies_live_in_one_program_and_may_have_the_name_of_a_keyword(tmp_path):
-    networks = {"int": SMALL["minatar"](0.8), "second_1": SMALL["mujoco"](0.5)}
+    networks = {"int": SMALL["minatar"](0.8), "Int": SMALL["mujoco"](0.5)}
     for name, network in networks.items():
-        path = policy_of(tmp_path / f"{name}.npz", network)
-        export_policy.main(Args(path, c=tmp_path / f"{name}.h", name=name))
+        path = policy_of(tmp_path / "policy.npz", network)
+        export_policy.main(Args(path, c=tmp_path / f"{network['world']}.h", name=name))
     (tmp_path / "example.c").write_text(
-        '#include <stdio.h>\n#include "int.h"\n#include "second_1.h"\n#include "int.h"\n'
+        '#include <stdio.h>\n#include "minatar.h"\n#include "mujoco.h"\n#include "minatar.h"\n'
         "int main(void) {\n  static uint8_t first[400]; static float second[11]; float q[3], a[3];\n"
-        "  int_q_values(first, q); second_1_action(second, a); int_q_values(first, q);\n"
+        "  int_q_values(first, q); Int_action(second, a); int_q_values(first, q);\n"
         '  printf("%.9g %.9g %.9g\\n%.9g %.9g %.9g\\n", q[0], q[1], q[2], a[0], a[1], a[2]);\n  return 0;\n}\n'
     )
     expected = [expected_of(network, observations_of(network)[1:2])[0] for network in networks.values()]
@@ -325,7 +325,7 @@ def test_the_table_and_the_comments_count_what_is_there(kind, tmp_path, capsys):
     assert rows["Non-zero weights"][0] <= sum(map(np.count_nonzero, kernels))
     assert 0 <= rows["Bytes of flash"][1] - 4 * (n_biases + sum(x.size for x in kernels)) <= 2 * 64 * 10 + 2000
     weights, flash, ram = (f"{rows[x][0]:,}" for x in ("Non-zero weights", "Bytes of flash", "Bytes of RAM"))
-    assert f"{weights} of " in header
+    assert f"{weights} of {rows['Non-zero weights'][1]:,} weights are not zero" in header
     assert f"Flash: {flash} bytes" in header
     assert f"RAM: {ram} bytes" in header
 
@@ -396,6 +396,7 @@ def test_without_onnx_the_message_says_what_to_install(tmp_path, capsys, monkeyp
         (dict(c=Path("a.h"), main=Path("folder.h/../a.h")), "--c and --main would be the same file, a.h"),
         (dict(c=Path("policy.npz")), "the policy and --c would be the same file, policy.npz"),
         (dict(c=Path('a".h'), main=Path("b.c")), """--c 'a".h' cannot be included"""),
+        (dict(c=Path("a.h"), main=Path("policy")), "--main policy must be a .c file"),
         (dict(c=Path("nowhere/a.h")), "cannot write to nowhere: No such file or directory"),
         (dict(c=Path("a.h"), main=Path("nowhere/a.c")), "cannot write to nowhere: No such file or directory"),
         (dict(c=Path("a.h"), onnx=Path("/proc/a.onnx")), "cannot write to /proc: "),
