@@ -19,7 +19,7 @@ import jax
 import numpy as np
 import pytest
 import tyro
-from common import TINY, scalars
+from common import TINY, final_weights, scalars
 from test_replay_data import logged_rows, write_file
 
 import eaudecql_atari
@@ -503,12 +503,25 @@ def test_an_offline_run_goes_on_from_another_folder(tmp_path, monkeypatch):
     assert len(scalars(run)["eval/episodic_return"]) == 2
 
 
-def test_a_run_stopped_on_a_cpu_goes_on_with_many_updates_per_call_on_an_accelerator(tmp_path, monkeypatch):
-    script = eaudecql_atari
-    run = stop_offline(script, tmp_path, monkeypatch)
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [eaudecql_atari, polyprune_cql_atari], ids=["eaudecql", "polyprune_cql"])
+def test_many_updates_in_a_call_on_an_accelerator_are_those_of_a_cpu(script, tmp_path, monkeypatch):
+    """From the start, and in a run that was stopped on a CPU, after 37 of 120 steps."""
+    stopped = stop_offline(script, tmp_path, monkeypatch)
+    args = script.Args(runs_dir=tmp_path / "others", dataset_dir=tmp_path / "data", **DATA)
+    on_cpu, calls = script.train(args), []
+    learn_many = script.learn_many
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    script.train(script.Args(resume=run))
-    assert [step for step, _ in scalars(run)["sparsity/target"]] == [20, 40, 60, 80, 100, 120]
+    monkeypatch.setattr(script, "learn_many", lambda *x: calls.append(len(x[-1].actions)) or learn_many(*x))
+    script.train(script.Args(resume=stopped))
+    assert set(calls) == {1}  # 37 steps in
+    calls.clear()
+    from_start = script.train(args)
+    assert set(calls) == {20}
+    for run in (stopped, from_start):
+        assert [step for step, _ in scalars(run)["sparsity/target"]] == [20, 40, 60, 80, 100, 120]
+        for name, x in final_weights(on_cpu).items():
+            np.testing.assert_allclose(final_weights(run)[name], x, atol=1e-4)
 
 
 @pytest.mark.parametrize("n_steps", [None, 123])
