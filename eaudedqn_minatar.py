@@ -91,12 +91,9 @@ def check_args(args: Args) -> None:
         for bounds in getattr(kind, "__metadata__", ()):  # (smallest, largest), if there is a range
             smallest, largest = [getattr(args, x) if isinstance(x, str) else x for x in bounds]
             if not all(smallest <= x <= largest for x in np.ravel(getattr(args, name))):
-                others = "".join(f", the value of {flag(x)}" for x in bounds if isinstance(x, str))
-                fail(f"{flag(name)} must be from {smallest} to {largest}{others}, not {getattr(args, name)}")
-
-
-def flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+                others = "".join(f", the value of --{x}" for x in bounds if isinstance(x, str)).replace("_", "-")
+                flag = f"--{name.replace('_', '-')}"
+                fail(f"{flag} must be from {smallest} to {largest}{others}, not {getattr(args, name)}")
 
 
 def load_args(args: Args) -> Args:
@@ -109,7 +106,7 @@ def load_args(args: Args) -> Args:
     if script != Path(__file__).stem:
         fail(f"{folder} is a run of {script}")
     if differing:
-        fail(f"{folder} is a run of another version of this script: it differs in {', '.join(map(flag, differing))}")
+        fail(f"{folder} is a run of another version of this script: it differs in {', '.join(differing)}")
     if not (folder / "checkpoint.npz").exists():
         if (folder / "policy.npz").exists() and read_npz(folder / "policy.npz")[0]["step"] == flags["total_timesteps"]:
             print(f"{folder} is finished")
@@ -279,10 +276,7 @@ def magnitude_mask(weights: np.ndarray, density: float) -> np.ndarray:
 
 
 def magnitude_masks(params, sparsity: float, distribution: str):
-    """Masks of one network (not of a stacked population), on the host: True is kept.
-
-    Only tensors with more than one axis are pruned, biases never.
-    """
+    """Masks of one network (not of a stacked population), on the host: True is kept. Biases are never pruned."""
     if not 0 <= sparsity < 1:
         raise ValueError(f"a sparsity is from 0 to less than 1, not {sparsity}")
     leaves, structure = jax.tree.flatten(jax.device_get(params))
@@ -298,14 +292,6 @@ def sparsity_of(masks) -> float:
     """Share of zeros among the weights of one network that can be pruned."""
     prunable = [np.asarray(mask) for mask in jax.tree.leaves(masks) if mask.ndim > 1]
     return float(1 - sum(mask.sum() for mask in prunable) / sum(mask.size for mask in prunable))
-
-
-@jax.jit
-def count_distinct(params) -> jax.Array:
-    """Different networks of a population: copies of one parent, pruned to the same sparsity, are equal."""
-    tensors = [x.reshape(len(x), -1) for x in jax.tree.leaves(params)]
-    equal = jnp.stack([(x[:, None] == x).all(axis=-1) for x in tensors]).all(axis=0)  # (K, K)
-    return (~jnp.tril(equal, -1).any(axis=1)).sum()  # those that equal none before them
 
 
 def next_sparsity(sparsity, noise, step: int, next_step: int, total_steps: int, max_speed: float) -> float:
@@ -424,11 +410,9 @@ def prune_copies(args: Args, rng: np.random.Generator, state: AgentState, parent
 def next_population(args: Args, state: AgentState, parents, masks, sparsities) -> AgentState:
     """Networks gathered by `parents`, on the device. Those that stay keep their Adam, copies start a new one."""
     params = jax.tree.map(jnp.multiply, network_at(state.params, parents), masks)
-    opt_state = jax.vmap(optax.tree.where)(
-        parents == jnp.arange(args.n_networks),
-        network_at(state.opt_state, parents),
-        jax.vmap(make_optimizer(args).init)(params),
-    )
+    stays = parents == jnp.arange(args.n_networks)
+    fresh = jax.vmap(make_optimizer(args).init)(params)
+    opt_state = jax.vmap(optax.tree.where)(stays, network_at(state.opt_state, parents), fresh)
     return state._replace(params=params, opt_state=opt_state, masks=masks, sparsities=sparsities)
 
 
@@ -489,7 +473,8 @@ def train(args: Args) -> Path:
                 run.log({"losses/cumulated": losses, "population/parent": parents})
                 state = prune_copies(args, rng, state, parents, step)  # l. 15
                 state = state._replace(cumulated_losses=jnp.zeros(args.n_networks))  # l. 16
-                run.log({"population/distinct": count_distinct(state.params)})
+                # Copies of one parent, pruned to one sparsity, are one network twice: their losses stay equal, too.
+                run.log({"population/distinct": len({*zip(losses[parents], np.array(state.sparsities))})})
 
             if step % LOG_PERIOD == 0:
                 run.log({"charts/epsilon": epsilon, **metrics})
@@ -503,10 +488,6 @@ def train(args: Args) -> Path:
 
 
 # ---- Run: folder, curves, progress bar, checkpoint, policy file ------------------------------------------------------
-LINES = {"bar_format": "{n:,}/{total:,} steps, {rate_fmt}, {remaining} left{postfix}\n"}  # where there is no terminal
-LINES |= {"mininterval": 30, "maxinterval": 60}  # seconds
-
-
 def arrays_by_name(tree) -> dict:
     """`{"state/params/params/Conv_0/kernel": ..., ...}`"""
     leaves = jax.tree.leaves_with_path(jax.device_get(tree))
@@ -580,7 +561,9 @@ class Run:
         device = jax.default_backend().upper()
         print(f"Run folder {self.folder}, on the {device}, after {self.step:,} steps", flush=True)
         timed_from = max(self.step, learning_starts) + 100  # by then updates run, and have compiled
-        total, look = self.args.total_timesteps, {} if sys.stdout.isatty() else LINES
+        total, look = self.args.total_timesteps, {}
+        if not sys.stdout.isatty():  # then a line now and then
+            look = {"bar_format": "{n:,}/{total:,} steps, {rate_fmt}, {remaining} left{postfix}\n", "mininterval": 30}
         bar = tqdm(total=total, initial=self.step, unit=" steps", file=sys.stdout, dynamic_ncols=True, **look)
         with contextlib.closing(EventFileWriter(str(self.folder))) as self.writer, bar as self.bar:
             while self.step < total and not self.stopped:
@@ -633,11 +616,12 @@ class Run:
         weights = np.concatenate([x.ravel() for x in jax.tree.leaves(self.policy) if x.ndim > 1])
         end = "Interrupted" if self.stopped else "Finished"
         print(f"{end} after {self.step:,} steps, with {np.count_nonzero(weights):,} of {weights.size:,} weights")
+        script = Path(os.path.relpath(__file__))
+        player = script.with_name("play_policy.py")
         if self.stopped and self.args.checkpoint_period:
-            print(shlex.join(["python", os.path.relpath(__file__), "--resume", str(self.folder)]))
-        player = Path(__file__).with_name("play_policy.py")
+            print(shlex.join(["python", str(script), "--resume", str(self.folder)]))
         if player.exists():
-            print(shlex.join(["python", os.path.relpath(player), str(self.folder)]))
+            print(shlex.join(["python", str(player), str(self.folder)]))
         print(shlex.join(["tensorboard", "--logdir", str(self.folder.parent)]), flush=True)
         if not self.stopped:
             for name in ("checkpoint.npz", "in_use.lock"):

@@ -96,12 +96,9 @@ def check_args(args: Args) -> None:
         for bounds in getattr(kind, "__metadata__", ()):  # (smallest, largest), if there is a range
             smallest, largest = [getattr(args, x) if isinstance(x, str) else x for x in bounds]
             if not all(smallest <= x <= largest for x in np.ravel(getattr(args, name))):
-                others = "".join(f", the value of {flag(x)}" for x in bounds if isinstance(x, str))
-                fail(f"{flag(name)} must be from {smallest} to {largest}{others}, not {getattr(args, name)}")
-
-
-def flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+                others = "".join(f", the value of --{x}" for x in bounds if isinstance(x, str)).replace("_", "-")
+                flag = f"--{name.replace('_', '-')}"
+                fail(f"{flag} must be from {smallest} to {largest}{others}, not {getattr(args, name)}")
 
 
 def load_args(args: Args) -> Args:
@@ -114,7 +111,7 @@ def load_args(args: Args) -> Args:
     if script != Path(__file__).stem:
         fail(f"{folder} is a run of {script}")
     if differing:
-        fail(f"{folder} is a run of another version of this script: it differs in {', '.join(map(flag, differing))}")
+        fail(f"{folder} is a run of another version of this script: it differs in {', '.join(differing)}")
     if not (folder / "checkpoint.npz").exists():
         if (folder / "policy.npz").exists() and read_npz(folder / "policy.npz")[0]["step"] == flags["total_timesteps"]:
             print(f"{folder} is finished")
@@ -270,10 +267,7 @@ def magnitude_mask(weights: np.ndarray, density: float) -> np.ndarray:
 
 
 def magnitude_masks(params, sparsity: float, distribution: str):
-    """Masks of one network (not of a stacked population), on the host: True is kept.
-
-    Only tensors with more than one axis are pruned, biases never.
-    """
+    """Masks of one network (not of a stacked population), on the host: True is kept. Biases are never pruned."""
     if not 0 <= sparsity < 1:
         raise ValueError(f"a sparsity is from 0 to less than 1, not {sparsity}")
     leaves, structure = jax.tree.flatten(jax.device_get(params))
@@ -513,10 +507,6 @@ def train(args: Args) -> Path:
 
 
 # ---- Run: folder, curves, progress bar, checkpoint, policy file ------------------------------------------------------
-LINES = {"bar_format": "{n:,}/{total:,} steps, {rate_fmt}, {remaining} left{postfix}\n"}  # where there is no terminal
-LINES |= {"mininterval": 30, "maxinterval": 60}  # seconds
-
-
 def arrays_by_name(tree) -> dict:
     """`{"state/params/params/Conv_0/kernel": ..., ...}`"""
     leaves = jax.tree.leaves_with_path(jax.device_get(tree))
@@ -590,7 +580,9 @@ class Run:
         device = jax.default_backend().upper()
         print(f"Run folder {self.folder}, on the {device}, after {self.step:,} steps", flush=True)
         timed_from = max(self.step, learning_starts) + 100  # by then updates run, and have compiled
-        total, look = self.args.total_timesteps, {} if sys.stdout.isatty() else LINES
+        total, look = self.args.total_timesteps, {}
+        if not sys.stdout.isatty():  # then a line now and then
+            look = {"bar_format": "{n:,}/{total:,} steps, {rate_fmt}, {remaining} left{postfix}\n", "mininterval": 30}
         bar = tqdm(total=total, initial=self.step, unit=" steps", file=sys.stdout, dynamic_ncols=True, **look)
         with contextlib.closing(EventFileWriter(str(self.folder))) as self.writer, bar as self.bar:
             while self.step < total and not self.stopped:
@@ -643,11 +635,12 @@ class Run:
         weights = np.concatenate([x.ravel() for x in jax.tree.leaves(self.policy) if x.ndim > 1])
         end = "Interrupted" if self.stopped else "Finished"
         print(f"{end} after {self.step:,} steps, with {np.count_nonzero(weights):,} of {weights.size:,} weights")
+        script = Path(os.path.relpath(__file__))
+        player = script.with_name("play_policy.py")
         if self.stopped and self.args.checkpoint_period:
-            print(shlex.join(["python", os.path.relpath(__file__), "--resume", str(self.folder)]))
-        player = Path(__file__).with_name("play_policy.py")
+            print(shlex.join(["python", str(script), "--resume", str(self.folder)]))
         if player.exists():
-            print(shlex.join(["python", os.path.relpath(player), str(self.folder)]))
+            print(shlex.join(["python", str(player), str(self.folder)]))
         print(shlex.join(["tensorboard", "--logdir", str(self.folder.parent)]), flush=True)
         if not self.stopped:
             for name in ("checkpoint.npz", "in_use.lock"):

@@ -251,7 +251,7 @@ def test_foreign_runs_and_files_are_refused(run, tmp_path, capsys):
     (run / "args.json").write_text(json.dumps(flags | {"momentum": 0.9, "annealing": 1}))  # one is lost, two are new
     (run / "args.json").write_text((run / "args.json").read_text().replace('"gamma"', '"discount"'))
     message = f"{run} is a run of another version of this script: it differs in "
-    message += "--annealing, --discount, --gamma, --momentum"
+    message += "annealing, discount, gamma, momentum"
     assert_refused(script, script.Args(resume=run), run, message, capsys)
     (run / "args.json").write_text("{")
     with pytest.raises(SystemExit) as exit_info:

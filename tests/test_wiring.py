@@ -447,6 +447,12 @@ def test_what_is_saved_is_the_agent(seen):
         assert all(differs(policy["target"], x) for x in others)
 
 
+def n_distinct(params):
+    """Different networks of a population."""
+    leaves = jax.tree.leaves(host(params))
+    return len({b"".join(x[k].tobytes() for x in leaves) for k in range(len(leaves[0]))})
+
+
 def expected_curves(seen):
     """Of the networks: (step, tag, value) or, if each network has a curve, (step, tag, values)."""
     for call, state in walk(seen):
@@ -456,12 +462,15 @@ def expected_curves(seen):
             yield call.step, "sparsity/network", state.sparsities
             yield call.step, "losses/cumulated", state.cumulated_losses
             yield call.step, "population/parent", call.inputs["parents"]
+            yield call.step, "population/distinct", n_distinct(call.result.params)
         elif "parents" in call.inputs:
             for i in range(2):
                 yield call.step, f"sparsity/critic_{i}/network", state.sparsities[i]
                 yield call.step, f"losses/critic_{i}/cumulated", state.cumulated_losses[i]
             best = state.cumulated_losses.argmin(axis=1)
             yield call.step, "sparsity/target", state.sparsities[[0, 1], best].mean()
+            distinct = [n_distinct(at(call.result.params, i)) for i in range(2)]
+            yield call.step, "population/distinct", np.array(distinct)
         elif call.name in ("prune", "prune_critics"):
             yield call.step, "sparsity/target" if seen.mujoco else "sparsity/network", call.result.sparsity
         elif call.name == "learn_many" and not seen.population and call.step % seen.args.target_period == 0:
