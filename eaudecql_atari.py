@@ -108,7 +108,10 @@ def load_args(args: Args) -> Args:
     folder = args.resume
     if not (folder / "args.json").exists():
         fail(f"{folder} is not the folder of a run")
-    flags = json.loads((folder / "args.json").read_text())
+    try:
+        flags = dict(json.loads((folder / "args.json").read_text()))
+    except (ValueError, TypeError):
+        fail(f"{folder / 'args.json'} is damaged")
     script, differing = flags.pop("script", "another script"), sorted(flags.keys() ^ vars(args).keys())
     if script != Path(__file__).stem:
         fail(f"{folder} is a run of {script}")
@@ -367,6 +370,14 @@ def sparsity_of(masks) -> float:
     return float(1 - sum(mask.sum() for mask in prunable) / sum(mask.size for mask in prunable))
 
 
+@jax.jit
+def count_distinct(params) -> jax.Array:
+    """Different networks of a population: copies of one parent, pruned to the same sparsity, are equal."""
+    tensors = [x.reshape(len(x), -1) for x in jax.tree.leaves(params)]
+    equal = jnp.stack([(x[:, None] == x).all(axis=-1) for x in tensors]).all(axis=0)  # (K, K)
+    return (~jnp.tril(equal, -1).any(axis=1)).sum()  # those that equal none before them
+
+
 def next_sparsity(sparsity, noise, step: int, next_step: int, total_steps: int, max_speed: float) -> float:
     """Eq. (3): a random stretch along the line from (step, sparsity) to (total_steps, 1), capped by `max_speed`."""
     steps_left = max(total_steps - step, 1)  # at the last update the line is vertical, and the cap decides
@@ -533,7 +544,7 @@ def train(args: Args) -> Path:
     network = QNetwork(args.features, int(env.single_action_space.n))
     state = init_agent(args, network, jax.random.key(args.seed))  # Alg. 1, l. 1
     with contextlib.closing(Run(args, rng)) as run:
-        saved = run.restore(state=state, data=ReplayData.EMPTY)  # in a new run as given
+        saved = run.restore(state=state, data=ReplayData.EMPTY)  # as given, if new
         state, metrics = saved["state"], saved["metrics"]
         data = ReplayData(args, rng, network.n_actions, **saved["data"])
         periods = args.checkpoint_period, args.target_period, args.epoch_steps
@@ -555,8 +566,7 @@ def train(args: Args) -> Path:
                 run.log({"losses/cumulated": losses, "population/parent": parents})
                 state = prune_copies(args, rng, state, parents, step)  # l. 15
                 state = state._replace(cumulated_losses=jnp.zeros(args.n_networks))  # l. 16
-                # Copies of one parent, pruned to one sparsity, are one network twice: their losses stay equal, too.
-                run.log({"population/distinct": len({*zip(losses[parents], np.array(state.sparsities))})})
+                run.log({"population/distinct": count_distinct(state.params)})
 
             if step % args.epoch_steps == 0:
                 run.log({"eval/episodic_return": evaluate(args, rng, network, state.target_params).mean()})
@@ -579,7 +589,7 @@ def train(args: Args) -> Path:
 def arrays_by_name(tree) -> dict:
     """`{"state/params/params/Conv_0/kernel": ..., ...}`"""
     leaves = jax.tree.leaves_with_path(jax.device_get(tree))
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(x) for path, x in leaves}
 
 
 def write_npz(path: Path, about: dict, tree, save=np.savez) -> None:
@@ -619,9 +629,6 @@ class Run:
         self.lock.acquire(blocking=False)
         with contextlib.suppress(ValueError):  # outside the main thread Python allows no handlers
             self.handlers = {x: signal.signal(x, self.interrupt) for x in (signal.SIGINT, signal.SIGTERM)}
-        if not args.resume:
-            flags = {"script": Path(__file__).stem, **vars(args)}
-            (self.folder / "args.json").write_text(json.dumps(flags, indent=2, default=str))
 
     def interrupt(self, signum: int, _) -> None:
         if self.stop_signal and signum == signal.SIGINT:  # a second Ctrl-C does not wait for the end of the step
@@ -631,11 +638,17 @@ class Run:
     def restore(self, **fresh) -> dict:
         """What `save` was given, by name, and the metrics; in a new run what is given here. Curves are cut back."""
         if not self.args.resume:
+            flags = {"script": Path(__file__).stem, **vars(self.args)}
+            (self.folder / "args.json").write_text(json.dumps(flags, indent=2, default=str))
             return fresh | {"metrics": {}}
         path, expected = self.folder / "checkpoint.npz", arrays_by_name(fresh)
         about, arrays = read_npz(path)
         fixed = [name for name in expected if name.startswith("state/")]  # the others grow
-        if arrays.keys() != expected.keys() or any(arrays[x].shape != expected[x].shape for x in fixed):
+        if (
+            arrays.keys() != expected.keys()
+            or any(arrays[name].shape != expected[name].shape for name in fixed)
+            or any(arrays[name].dtype.names != expected[name].dtype.names for name in expected)  # columns
+        ):
             fail(f"{path} is of another version of this script")
         newer = {curves.name: 0 for curves in self.folder.glob("events*")}
         for name, size in (newer | about["files"]).items():
@@ -650,8 +663,9 @@ class Run:
         print(f"Run folder {self.folder}, on the {device}, after {self.step:,} steps", flush=True)
         timed_from = max(self.step, learning_starts) + 100  # by then updates run, and have compiled
         total, look = self.args.total_timesteps, {}
-        if not sys.stdout.isatty():  # then a line now and then
-            look = {"bar_format": "{n:,}/{total:,} steps, {rate_fmt}, {remaining} left{postfix}\n", "mininterval": 30}
+        if not sys.stdout.isatty():  # then a line now and then; intervals in seconds
+            look = {"bar_format": "{n:,}/{total:,} steps, {rate_fmt}, {remaining} left{postfix}\n"}
+            look |= {"mininterval": 30, "maxinterval": 60}
         bar = tqdm(total=total, initial=self.step, unit=" steps", file=sys.stdout, dynamic_ncols=True, **look)
         with contextlib.closing(EventFileWriter(str(self.folder))) as self.writer, bar as self.bar:
             while self.step < total and not self.stopped:
@@ -734,7 +748,7 @@ def main(args: Args) -> None:
         train(args)
     except filelock.Timeout:
         fail(f"another process is at work on {args.resume}")
-    except (OSError, MemoryError, json.JSONDecodeError) as error:  # a missing file, a full disk, too little memory
+    except (OSError, MemoryError) as error:  # a missing file, a full disk, too little memory
         fail(str(error))
 
 

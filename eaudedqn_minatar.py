@@ -101,7 +101,10 @@ def load_args(args: Args) -> Args:
     folder = args.resume
     if not (folder / "args.json").exists():
         fail(f"{folder} is not the folder of a run")
-    flags = json.loads((folder / "args.json").read_text())
+    try:
+        flags = dict(json.loads((folder / "args.json").read_text()))
+    except (ValueError, TypeError):
+        fail(f"{folder / 'args.json'} is damaged")
     script, differing = flags.pop("script", "another script"), sorted(flags.keys() ^ vars(args).keys())
     if script != Path(__file__).stem:
         fail(f"{folder} is a run of {script}")
@@ -187,15 +190,11 @@ class Batch(NamedTuple):
 class GridMemory:
     """The last `size` transitions, first in, first out. Each observation is kept once."""
 
-    EMPTY = {"rows": np.zeros(0), "n_added": 0}  # what `saved` gives, before anything is added
-
-    def __init__(self, size: int, shape: tuple[int, ...], rows=(), n_added=0):
+    def __init__(self, size: int, shape: tuple[int, ...]):
         columns = [("observations", np.uint8, shape), ("actions", np.int32), ("rewards", np.float32)]
         columns += [("terminals", bool), ("truncations", bool)]
         self.rows = np.zeros(size + 1, columns)  # one more: the newest transition needs the observation that follows
-        if len(rows):
-            self.rows[: len(rows)] = rows  # of a checkpoint
-        self.size, self.n_added = size, int(n_added)
+        self.size, self.n_added = size, 0
 
     def add(self, observation, action, reward, terminal, truncation, next_observation) -> None:
         row, next_row = self.n_added % len(self.rows), (self.n_added + 1) % len(self.rows)
@@ -215,6 +214,9 @@ class GridMemory:
 
     def saved(self) -> dict:
         return {"rows": self.rows[: self.n_added + 1], "n_added": self.n_added}
+
+    def load(self, rows: np.ndarray, n_added: int) -> None:
+        self.rows[: len(rows)], self.n_added = rows, int(n_added)
 
 
 # ---- Network ---------------------------------------------------------------------------------------------------------
@@ -292,6 +294,14 @@ def sparsity_of(masks) -> float:
     """Share of zeros among the weights of one network that can be pruned."""
     prunable = [np.asarray(mask) for mask in jax.tree.leaves(masks) if mask.ndim > 1]
     return float(1 - sum(mask.sum() for mask in prunable) / sum(mask.size for mask in prunable))
+
+
+@jax.jit
+def count_distinct(params) -> jax.Array:
+    """Different networks of a population: copies of one parent, pruned to the same sparsity, are equal."""
+    tensors = [x.reshape(len(x), -1) for x in jax.tree.leaves(params)]
+    equal = jnp.stack([(x[:, None] == x).all(axis=-1) for x in tensors]).all(axis=0)  # (K, K)
+    return (~jnp.tril(equal, -1).any(axis=1)).sum()  # those that equal none before them
 
 
 def next_sparsity(sparsity, noise, step: int, next_step: int, total_steps: int, max_speed: float) -> float:
@@ -433,11 +443,12 @@ def train(args: Args) -> Path:
     shape = env.game.state_shape()  # (10, 10, n_channels)
     network = QNetwork(args.features, len(env.action_set))
     state = init_agent(args, network, jax.random.key(args.seed), np.zeros((1, *shape), np.uint8))  # Alg. 1, l. 1
+    memory = GridMemory(min(args.buffer_size, args.total_timesteps), shape)
     with contextlib.closing(Run(args, rng)) as run:
         episode = Episode(seed=rng.integers(2**30))
-        saved = run.restore(state=state, memory=GridMemory.EMPTY, episode=episode.saved())  # in a new run as given
+        saved = run.restore(state=state, memory=memory.saved(), episode=episode.saved())  # as given, if new
         state, metrics, episode = saved["state"], saved["metrics"], Episode(**saved["episode"])
-        memory = GridMemory(min(args.buffer_size, args.total_timesteps), shape, **saved["memory"])
+        memory.load(**saved["memory"])
         observation = episode.replay(env)
         for step in run.steps(args.learning_starts):  # l. 2
             behaviour_idx = rng.choice(args.n_networks, p=network_probabilities(state.cumulated_losses))  # l. 3
@@ -473,8 +484,7 @@ def train(args: Args) -> Path:
                 run.log({"losses/cumulated": losses, "population/parent": parents})
                 state = prune_copies(args, rng, state, parents, step)  # l. 15
                 state = state._replace(cumulated_losses=jnp.zeros(args.n_networks))  # l. 16
-                # Copies of one parent, pruned to one sparsity, are one network twice: their losses stay equal, too.
-                run.log({"population/distinct": len({*zip(losses[parents], np.array(state.sparsities))})})
+                run.log({"population/distinct": count_distinct(state.params)})
 
             if step % LOG_PERIOD == 0:
                 run.log({"charts/epsilon": epsilon, **metrics})
@@ -491,7 +501,7 @@ def train(args: Args) -> Path:
 def arrays_by_name(tree) -> dict:
     """`{"state/params/params/Conv_0/kernel": ..., ...}`"""
     leaves = jax.tree.leaves_with_path(jax.device_get(tree))
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(x) for path, x in leaves}
 
 
 def write_npz(path: Path, about: dict, tree, save=np.savez) -> None:
@@ -531,9 +541,6 @@ class Run:
         self.lock.acquire(blocking=False)
         with contextlib.suppress(ValueError):  # outside the main thread Python allows no handlers
             self.handlers = {x: signal.signal(x, self.interrupt) for x in (signal.SIGINT, signal.SIGTERM)}
-        if not args.resume:
-            flags = {"script": Path(__file__).stem, **vars(args)}
-            (self.folder / "args.json").write_text(json.dumps(flags, indent=2, default=str))
 
     def interrupt(self, signum: int, _) -> None:
         if self.stop_signal and signum == signal.SIGINT:  # a second Ctrl-C does not wait for the end of the step
@@ -543,11 +550,17 @@ class Run:
     def restore(self, **fresh) -> dict:
         """What `save` was given, by name, and the metrics; in a new run what is given here. Curves are cut back."""
         if not self.args.resume:
+            flags = {"script": Path(__file__).stem, **vars(self.args)}
+            (self.folder / "args.json").write_text(json.dumps(flags, indent=2, default=str))
             return fresh | {"metrics": {}}
         path, expected = self.folder / "checkpoint.npz", arrays_by_name(fresh)
         about, arrays = read_npz(path)
         fixed = [name for name in expected if name.startswith("state/")]  # the others grow
-        if arrays.keys() != expected.keys() or any(arrays[x].shape != expected[x].shape for x in fixed):
+        if (
+            arrays.keys() != expected.keys()
+            or any(arrays[name].shape != expected[name].shape for name in fixed)
+            or any(arrays[name].dtype.names != expected[name].dtype.names for name in expected)  # columns
+        ):
             fail(f"{path} is of another version of this script")
         newer = {curves.name: 0 for curves in self.folder.glob("events*")}
         for name, size in (newer | about["files"]).items():
@@ -562,8 +575,9 @@ class Run:
         print(f"Run folder {self.folder}, on the {device}, after {self.step:,} steps", flush=True)
         timed_from = max(self.step, learning_starts) + 100  # by then updates run, and have compiled
         total, look = self.args.total_timesteps, {}
-        if not sys.stdout.isatty():  # then a line now and then
-            look = {"bar_format": "{n:,}/{total:,} steps, {rate_fmt}, {remaining} left{postfix}\n", "mininterval": 30}
+        if not sys.stdout.isatty():  # then a line now and then; intervals in seconds
+            look = {"bar_format": "{n:,}/{total:,} steps, {rate_fmt}, {remaining} left{postfix}\n"}
+            look |= {"mininterval": 30, "maxinterval": 60}
         bar = tqdm(total=total, initial=self.step, unit=" steps", file=sys.stdout, dynamic_ncols=True, **look)
         with contextlib.closing(EventFileWriter(str(self.folder))) as self.writer, bar as self.bar:
             while self.step < total and not self.stopped:
@@ -646,7 +660,7 @@ def main(args: Args) -> None:
         train(args)
     except filelock.Timeout:
         fail(f"another process is at work on {args.resume}")
-    except (OSError, MemoryError, json.JSONDecodeError) as error:  # a missing file, a full disk, too little memory
+    except (OSError, MemoryError) as error:  # a missing file, a full disk, too little memory
         fail(str(error))
 
 

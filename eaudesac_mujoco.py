@@ -109,7 +109,10 @@ def load_args(args: Args) -> Args:
     folder = args.resume
     if not (folder / "args.json").exists():
         fail(f"{folder} is not the folder of a run")
-    flags = json.loads((folder / "args.json").read_text())
+    try:
+        flags = dict(json.loads((folder / "args.json").read_text()))
+    except (ValueError, TypeError):
+        fail(f"{folder / 'args.json'} is damaged")
     script, differing = flags.pop("script", "another script"), sorted(flags.keys() ^ vars(args).keys())
     if script != Path(__file__).stem:
         fail(f"{folder} is a run of {script}")
@@ -185,14 +188,10 @@ def check_room(args: Args, folder: Path, n_bytes: int) -> None:
 class TransitionMemory:
     """The last `size` transitions, first in, first out."""
 
-    EMPTY = {"rows": np.zeros(0), "n_added": 0}  # what `saved` gives, before anything is added
-
-    def __init__(self, size: int, n_observations: int, n_actions: int, rows=(), n_added=0):
+    def __init__(self, size: int, n_observations: int, n_actions: int):
         shapes = (n_observations,), (n_actions,), (), (n_observations,), ()
         columns = [(name, np.float32, shape) for name, shape in zip(Transitions._fields, shapes)]
-        self.rows, self.n_added = np.zeros(size, columns), int(n_added)
-        if len(rows):
-            self.rows[: len(rows)] = rows  # of a checkpoint
+        self.rows, self.n_added = np.zeros(size, columns), 0
 
     def add(self, *transition) -> None:
         self.rows[self.n_added % len(self.rows)] = transition
@@ -204,6 +203,9 @@ class TransitionMemory:
 
     def saved(self) -> dict:
         return {"rows": self.rows[: self.n_added], "n_added": self.n_added}
+
+    def load(self, rows: np.ndarray, n_added: int) -> None:
+        self.rows[: len(rows)], self.n_added = rows, int(n_added)
 
 
 # ---- Network: actor and critic ---------------------------------------------------------------------------------------
@@ -286,6 +288,14 @@ def sparsity_of(masks) -> float:
     """Share of zeros among the weights of one network that can be pruned."""
     prunable = [np.asarray(mask) for mask in jax.tree.leaves(masks) if mask.ndim > 1]
     return float(1 - sum(mask.sum() for mask in prunable) / sum(mask.size for mask in prunable))
+
+
+@jax.jit
+def count_distinct(params) -> jax.Array:
+    """Different networks of a population: copies of one parent, pruned to the same sparsity, are equal."""
+    tensors = [x.reshape(len(x), -1) for x in jax.tree.leaves(params)]
+    equal = jnp.stack([(x[:, None] == x).all(axis=-1) for x in tensors]).all(axis=0)  # (K, K)
+    return (~jnp.tril(equal, -1).any(axis=1)).sum()  # those that equal none before them
 
 
 def polynomial_sparsity(step: int, total_steps: int, final_sparsity, start, end, power) -> float:
@@ -435,7 +445,8 @@ def draw_networks(uniform: jax.Array, losses: jax.Array) -> jax.Array:
     """`Choice` of Alg. 2 for each of the two critics: network k with a probability in proportion to 1 / L_k."""
     weights = 1 / jnp.maximum(losses, 1e-30)  # (2, K), 0 for a diverged network
     probabilities = weights / weights.sum(axis=1, keepdims=True)
-    return (uniform[:, None] >= probabilities.cumsum(axis=1)[:, :-1]).sum(axis=1)  # (2,): into whose share it falls
+    ends = probabilities.cumsum(axis=1)[:, :-1]  # network k has the stretch of [0, 1) that ends at ends[k]
+    return (uniform[:, None] >= ends).sum(axis=1)  # (2,): in whose stretch `uniform` lies
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 5), donate_argnums=3)
@@ -521,13 +532,13 @@ def train(args: Args) -> Path:
     (n_observations,), (n_actions,) = env.observation_space.shape, env.action_space.shape
     actor, critic = Actor(args.actor_features, n_actions), Critic(args.critic_features)
     state = init_agent(args, actor, critic, jax.random.key(args.seed), np.zeros(n_observations))  # Alg. 2, l. 1
-    size = min(args.buffer_size, args.total_timesteps)
+    memory = TransitionMemory(min(args.buffer_size, args.total_timesteps), n_observations, n_actions)
     with contextlib.closing(Run(args, rng)) as run:
-        episode = Episode(seed=rng.integers(2**31))
-        saved = run.restore(state=state, memory=TransitionMemory.EMPTY, episode=episode.saved())  # as given, if new
-        state, metrics, episode = saved["state"], saved["metrics"], Episode(**saved["episode"])
-        memory = TransitionMemory(size, n_observations, n_actions, **saved["memory"])
         check_room(args, run.folder, memory.rows.nbytes)
+        episode = Episode(seed=rng.integers(2**31))
+        saved = run.restore(state=state, memory=memory.saved(), episode=episode.saved())  # as given, if new
+        state, metrics, episode = saved["state"], saved["metrics"], Episode(**saved["episode"])
+        memory.load(**saved["memory"])
         observation = episode.replay(env)
         for step in run.steps(args.learning_starts):  # l. 2
             if step <= args.learning_starts:
@@ -563,9 +574,7 @@ def train(args: Args) -> Path:
                     run.log({f"sparsity/critic_{i}/network": sparsities[i], f"losses/critic_{i}/cumulated": losses[i]})
                 parents = np.stack([select_population(rng, losses[i], args.tournament_size) for i in range(2)])  # l. 14
                 state = prune_critic_copies(args, rng, state, parents, step)  # l. 15
-                # Copies of one parent, pruned to one sparsity, are one network twice: their losses stay equal, too.
-                pairs = [zip(losses[i, parents[i]], np.array(state.sparsities[i])) for i in range(2)]
-                run.log({"population/distinct": [len({*pair}) for pair in pairs]})
+                run.log({"population/distinct": jax.vmap(count_distinct)(state.params)})
                 state = state._replace(cumulated_losses=jnp.zeros_like(state.cumulated_losses))  # l. 16
             if step % args.pruning_period == 0 and args.actor_final_sparsity:
                 state = prune_actor(args, state, step)
@@ -581,6 +590,8 @@ def train(args: Args) -> Path:
                 layers = {name: {layer: {"kind": "dense"} for layer in x["params"]} for name, x in policy.items()}
                 checkpoint = {"state": state, "memory": memory.saved(), "episode": episode.saved()}
                 run.save(policy, layers, checkpoint, metrics)
+        if step <= args.learning_starts:
+            print("The policy is an untrained network: there was no gradient step")
     return run.folder
 
 
@@ -588,7 +599,7 @@ def train(args: Args) -> Path:
 def arrays_by_name(tree) -> dict:
     """`{"state/params/params/Conv_0/kernel": ..., ...}`"""
     leaves = jax.tree.leaves_with_path(jax.device_get(tree))
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(x) for path, x in leaves}
 
 
 def write_npz(path: Path, about: dict, tree, save=np.savez) -> None:
@@ -628,9 +639,6 @@ class Run:
         self.lock.acquire(blocking=False)
         with contextlib.suppress(ValueError):  # outside the main thread Python allows no handlers
             self.handlers = {x: signal.signal(x, self.interrupt) for x in (signal.SIGINT, signal.SIGTERM)}
-        if not args.resume:
-            flags = {"script": Path(__file__).stem, **vars(args)}
-            (self.folder / "args.json").write_text(json.dumps(flags, indent=2, default=str))
 
     def interrupt(self, signum: int, _) -> None:
         if self.stop_signal and signum == signal.SIGINT:  # a second Ctrl-C does not wait for the end of the step
@@ -640,11 +648,17 @@ class Run:
     def restore(self, **fresh) -> dict:
         """What `save` was given, by name, and the metrics; in a new run what is given here. Curves are cut back."""
         if not self.args.resume:
+            flags = {"script": Path(__file__).stem, **vars(self.args)}
+            (self.folder / "args.json").write_text(json.dumps(flags, indent=2, default=str))
             return fresh | {"metrics": {}}
         path, expected = self.folder / "checkpoint.npz", arrays_by_name(fresh)
         about, arrays = read_npz(path)
         fixed = [name for name in expected if name.startswith("state/")]  # the others grow
-        if arrays.keys() != expected.keys() or any(arrays[x].shape != expected[x].shape for x in fixed):
+        if (
+            arrays.keys() != expected.keys()
+            or any(arrays[name].shape != expected[name].shape for name in fixed)
+            or any(arrays[name].dtype.names != expected[name].dtype.names for name in expected)  # columns
+        ):
             fail(f"{path} is of another version of this script")
         newer = {curves.name: 0 for curves in self.folder.glob("events*")}
         for name, size in (newer | about["files"]).items():
@@ -659,8 +673,9 @@ class Run:
         print(f"Run folder {self.folder}, on the {device}, after {self.step:,} steps", flush=True)
         timed_from = max(self.step, learning_starts) + 100  # by then updates run, and have compiled
         total, look = self.args.total_timesteps, {}
-        if not sys.stdout.isatty():  # then a line now and then
-            look = {"bar_format": "{n:,}/{total:,} steps, {rate_fmt}, {remaining} left{postfix}\n", "mininterval": 30}
+        if not sys.stdout.isatty():  # then a line now and then; intervals in seconds
+            look = {"bar_format": "{n:,}/{total:,} steps, {rate_fmt}, {remaining} left{postfix}\n"}
+            look |= {"mininterval": 30, "maxinterval": 60}
         bar = tqdm(total=total, initial=self.step, unit=" steps", file=sys.stdout, dynamic_ncols=True, **look)
         with contextlib.closing(EventFileWriter(str(self.folder))) as self.writer, bar as self.bar:
             while self.step < total and not self.stopped:
@@ -743,7 +758,7 @@ def main(args: Args) -> None:
         train(args)
     except filelock.Timeout:
         fail(f"another process is at work on {args.resume}")
-    except (OSError, MemoryError, json.JSONDecodeError) as error:  # a missing file, a full disk, too little memory
+    except (OSError, MemoryError) as error:  # a missing file, a full disk, too little memory
         fail(str(error))
 
 

@@ -23,6 +23,7 @@ def sac_calls(script):
         "init_agent": (args, actor, critic, jax.random.key(0), np.zeros(5)),
         "learn": (args, actor, critic, state, draws, True),
         "policy_actions": (actor, state.actor_params, np.zeros(5), np.zeros(2)),
+        "count_distinct": (jax.tree.map(lambda x: x[0], state.params),),
         "network_at": (state.params, (0, 1)),
         "next_critics": (args, state, np.array([[1, 1, 2, 3, 4]] * 2), state.masks, np.zeros((2, 5), np.float32)),
     }
@@ -48,6 +49,7 @@ def dqn_calls(script, name):
         "learn_many": (args, network, state, many),
         "greedy_actions": (network, state.target_params, observations),
         "behaviour_actions": (network, state.params, 1, observations),
+        "count_distinct": (state.params,),
         "network_at": (state.params, 1),
         "next_population": (args, state, np.array([1, 1, 2, 3, 4]), state.masks, np.zeros(5, np.float32)),
     }

@@ -197,7 +197,8 @@ def test_a_memory_goes_on_from_what_it_saved(n_before):
         memory.add(*transition)
     saved = {name: np.copy(x) for name, x in memory.saved().items()}
     assert len(saved["rows"]) == min(n_before + 1, 7)  # a checkpoint has no rows that were never filled
-    again = GridMemory(6, SHAPE, **saved)
+    again = GridMemory(6, SHAPE)
+    again.load(**saved)
     for transition in [None, *steps[n_before:]]:
         for current in (memory, again):
             if transition:

@@ -86,7 +86,7 @@ def test_spare_rows_keep_what_a_checkpoint_refers_to(n_before, tmp_path):
     for transition in transitions[n_before:]:  # as many as come before the next checkpoint
         memory.add(*[np.array([x]) for x in transition])
     again = ReplayMemory(size, n_spare, tmp_path / "replay")  # as after a crash
-    again.rows[:], again.n_added = rows, n_added
+    again.load(rows, n_added, 0)
     for left, right in zip(again.sample(np.random.default_rng(0), 200), expected):
         np.testing.assert_array_equal(left, right)
 
