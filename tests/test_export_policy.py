@@ -401,12 +401,14 @@ def test_without_onnx_the_message_says_what_to_install(tmp_path, capsys, monkeyp
         (dict(c=Path("a.h"), main=Path("nowhere/a.c")), "cannot write to nowhere: No such file or directory"),
         (dict(c=Path("a.h"), onnx=Path("/proc/a.onnx")), "cannot write to /proc: "),
         (dict(c=Path("folder.h")), "folder.h is a folder"),
+        (dict(c=Path("pipe.h")), "pipe.h is a folder or a device"),
     ],
 )
 def test_mistakes_are_told_in_one_line_and_leave_nothing(flags, message, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = minatar_policy(Path("policy.npz"))
     Path("folder.h").mkdir()
+    os.mkfifo("pipe.h")
     before = {x: x.is_file() and x.read_bytes() for x in Path().rglob("*")}
     assert message in refused(Args(path, **flags), capsys)
     assert {x: x.is_file() and x.read_bytes() for x in Path().rglob("*")} == before
@@ -454,9 +456,9 @@ def test_what_c_cannot_say_or_nobody_knows_is_refused(tmp_path, capsys):
     assert "this exporter does not know the world doom" in refusal(
         lambda about, _: about.update(script="eaudedqn_doom")
     )
-    assert "which does not fit here" in refusal(
-        lambda about, arrays: arrays.update({"target/params/Dense_0/kernel": np.ones((300, 8), np.float32)})
-    )
+    for name, shape in (("Dense_0", (300, 8)), ("Dense_1", ()), ("Conv_0", ()), ("Conv_0", (3, 3, 0, 4))):
+        kernel = {f"target/params/{name}/kernel": np.ones(shape, np.float32)}
+        assert "which does not fit here" in refusal(lambda about, arrays, kernel=kernel: arrays.update(kernel))
     assert not (tmp_path / "policy.h").exists()
 
 
