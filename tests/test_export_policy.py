@@ -284,7 +284,8 @@ def test_whatever_a_file_says_about_itself_stays_in_the_comment(tmp_path):
 
 @needs_a_compiler
 @pytest.mark.parametrize(
-    ("text", "n_lines", "code"), [("", 0, 0), ("1 " * 800, 2, 0), ("1 " * 799, 1, 2), ("1 x", 0, 2)]
+    ("text", "n_lines", "code"),
+    [("", 0, 0), ("1 " * 800, 2, 0), ("1 " * 799, 1, 2), ("1 x", 0, 2), ("1 " * 400 + "256", 1, 2), ("-1", 0, 2)],
 )
 def test_the_program_reads_whole_observations_and_says_what_is_missing(text, n_lines, code, tmp_path):
     export_c(minatar_policy(tmp_path / "policy.npz"))
@@ -325,7 +326,7 @@ def test_the_table_and_the_comments_count_what_is_there(kind, tmp_path, capsys):
     assert rows["Non-zero weights"][0] <= sum(map(np.count_nonzero, kernels))
     assert 0 <= rows["Bytes of flash"][1] - 4 * (n_biases + sum(x.size for x in kernels)) <= 2 * 64 * 10 + 2000
     weights, flash, ram = (f"{rows[x][0]:,}" for x in ("Non-zero weights", "Bytes of flash", "Bytes of RAM"))
-    assert f"{weights} of {rows['Non-zero weights'][1]:,} weights are not zero" in header
+    assert f"{weights} of {rows['Non-zero weights'][1]:,} weights are needed, a sparsity of 0." in header
     assert f"Flash: {flash} bytes" in header
     assert f"RAM: {ram} bytes" in header
 
@@ -395,7 +396,8 @@ def test_without_onnx_the_message_says_what_to_install(tmp_path, capsys, monkeyp
         (dict(c=Path("a.h"), name="a\n"), "is no name in C"),
         (dict(c=Path("a.h"), main=Path("folder.h/../a.h")), "--c and --main would be the same file, a.h"),
         (dict(c=Path("policy.npz")), "the policy and --c would be the same file, policy.npz"),
-        (dict(c=Path('a".h'), main=Path("b.c")), """--c 'a".h' cannot be included"""),
+        (dict(c=Path('a".h'), main=Path("b.c")), """--c 'a".h' cannot stand in C: """),
+        (dict(c=Path("a.h"), main=Path("b*/b.c")), "--main 'b*/b.c' cannot stand in C: "),
         (dict(c=Path("a.h"), main=Path("policy")), "--main policy must be a .c file"),
         (dict(c=Path("nowhere/a.h")), "cannot write to nowhere: No such file or directory"),
         (dict(c=Path("a.h"), main=Path("nowhere/a.c")), "cannot write to nowhere: No such file or directory"),
