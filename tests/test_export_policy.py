@@ -133,7 +133,7 @@ SMALL = {
     "atari": lambda sparsity: q_network(sparsity, (5, 7, 6, 40)),
     "minatar": lambda sparsity: grid_network(sparsity, (16, 128)),
     "minatar, 10 channels": lambda sparsity: grid_network(sparsity, (4, 300), 10, 6),  # 300: an index of 16 bits
-    "mujoco": lambda sparsity: actor_network(sparsity, (40, 30)),
+    "mujoco": lambda sparsity: actor_network(sparsity, (20, 30, 40)),  # the third layer needs more room than the first
 }
 PAPER = {
     "atari, 512": lambda: q_network(0.95, (32, 64, 64, 512)),
