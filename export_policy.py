@@ -2,7 +2,7 @@
 # requires-python = ">=3.11"
 # dependencies = ["numpy>=2", "onnx>=1.16", "tyro>=1.0"]
 # ///
-"""Writes what any of the scripts has trained as C, where every pruned weight is saved, or for ONNX Runtime, dense.
+"""Writes what any of the scripts has trained as C, sparse where that is smaller, or for ONNX Runtime, dense.
 
     python export_policy.py runs/... --c policy.h --main example.c
     cc -O3 -march=native example.c -o policy -lm
@@ -62,8 +62,9 @@ def check_args(args: Args) -> None:
         fail("--main is written around a header: give --c policy.h, too")
     if not re.fullmatch("[A-Za-z][A-Za-z0-9_]*", args.name):
         fail(f"--name {args.name!r} is no name in C: give letters, digits and _, with a letter first")
-    if args.main and re.search(r'["\\\n]', args.c.as_posix()):
-        fail(f"--c {str(args.c)!r} cannot be included: choose a path without quotes and backslashes")
+    for flag, path in (("--c", args.c), ("--main", args.main)):
+        if path and re.search(r'["*\\\n]', path.as_posix()):  # they are written into C, also into a comment
+            fail(f"{flag} {str(path)!r} cannot stand in C: choose a path without quotes, stars and backslashes")
     if args.onnx and not importlib.util.find_spec("onnx"):
         fail("--onnx needs a package: pip install onnx")
     policy = args.path / "policy.npz" if args.path.is_dir() else args.path
@@ -87,8 +88,8 @@ def check_folder(folder: Path) -> None:
 
 def check_output(path: Path) -> None:
     check_folder(path.parent)
-    if path.is_dir():
-        fail(f"{path} is a folder")
+    if path.exists() and not path.is_file():  # /dev/null would become a file
+        fail(f"{path} is a folder or a device")
 
 
 def write_whole(path: Path, write) -> None:
@@ -162,17 +163,18 @@ def check_network(path: Path, network: dict) -> None:
         layer, tensors = layers[name], params.get(name, {})
         if tensors.keys() != {"kernel", "bias"}:
             fail(f"layer {name} of {path} has {', '.join(tensors) or 'no weights'}, not a kernel and a bias")
-        shape, fits = tensors["kernel"].shape, tensors["bias"].shape == tensors["kernel"].shape[-1:]
-        if layer["kind"] == "convolution":
+        shape, convolution = tensors["kernel"].shape, layer["kind"] == "convolution"
+        fits = len(shape) == (4 if convolution else 2) and 0 not in shape and tensors["bias"].shape == shape[-1:]
+        if fits and convolution:
             size, stride, padding = shape[0], layer.get("stride"), layer.get("padding")
-            if padding not in ("SAME", "VALID") or not isinstance(stride, int) or stride < 1:
+            if padding not in ("SAME", "VALID") or type(stride) is not int or stride < 1:
                 fail(f"{TOOL} does not know stride {stride} with padding {padding} of layer {name}")
-            fits &= len(shape) == 4 and size == shape[1] and n_inputs in (shape[2], None) and n_pixels >= size
+            fits = size == shape[1] and n_inputs in (shape[2], None) and n_pixels >= size
             n_pixels = count_outputs(n_pixels, size, stride, padding)
-        else:
+        elif fits:
             n_inputs = n_pixels**2 * n_inputs if n_pixels and n_inputs else n_inputs
             n_pixels = 0
-            fits &= len(shape) == 2 and n_inputs in (shape[0], None) and (world == "mujoco" or name != names[0])
+            fits = n_inputs in (shape[0], None) and (world == "mujoco" or name != names[0])
         if not fits or any(x.dtype.kind != "f" for x in tensors.values()):
             fail(f"layer {name} of {path} has a kernel of shape {shape}, which does not fit here")
         n_inputs = shape[-1]
@@ -277,8 +279,9 @@ HEAD = Template("""\
 
    $meaning
 
-   $weights of $n_weights weights are not zero. Flash: $flash bytes of constants, and the code. RAM: $ram bytes, all of
-   them static: include it in one file of a program, and do not call it from two threads at once.
+   $weights of $n_weights weights are needed, a sparsity of $sparsity: the others are zero, or lead to no output.
+   Flash: $flash bytes of constants, and the code. RAM: $ram bytes, all of them static: include it in one file of a
+   program, and do not call it from two threads at once.
 
        #include "$file"
 
@@ -389,16 +392,20 @@ MAIN = Template("""\
 int main(void) {
   static $type observation[$n_inputs];
   float $output[$n_outputs];
+  $number number;
   int n = 0;
-  while (scanf("$code", &observation[n]) == 1) {
-    if (++n < $n_inputs) continue;
+  while (scanf("$code", &number) == 1) {
+    observation[n] = ($type)number;
+    if (observation[n++] != number) break; /* it does not fit */
+    if (n < $n_inputs) continue;
     ${name}_$output(observation, $output);
     for (n = 0; n < $n_outputs; n++) printf("%.9g%c", (double)$output[n], n < $n_outputs - 1 ? ' ' : '\\n');
     fflush(stdout);
     n = 0;
   }
   if (n == 0 && feof(stdin)) return 0;
-  fprintf(stderr, "error: the input ends after %d of the $n_inputs numbers of an observation, or has other text\\n", n);
+  fprintf(stderr, "error: the input ends after %d of the $n_inputs numbers of an observation, ", n);
+  fprintf(stderr, "or has other text or a number that does not fit\\n");
   return 2;
 }
 """)
@@ -528,7 +535,9 @@ def header_text(args: Args, about: dict, network: dict, layers: list[PlanarLayer
     signature = SIGNATURE.substitute(words)
     title = f"A policy for {about['args']['env_id']}, trained by {about['script']}.py for {about['step']:,} steps"
     n_weights = sum(network["params"][layer.name]["kernel"].size for layer in layers)
-    words |= {key: f"{x:,}" for key, x in costs_of(layers).items()} | {"n_weights": f"{n_weights:,}"}
+    costs = costs_of(layers)
+    words |= {key: f"{x:,}" for key, x in costs.items()} | {"n_weights": f"{n_weights:,}"}
+    words["sparsity"] = f"{1 - costs['weights'] / n_weights:.3f}"
     meaning = Template(MEANINGS[world]).substitute(n_channels=words["shape"][-1])
     includes = "#include <math.h>\n" if world == "mujoco" else ""
     head = HEAD.substitute(words, title=plain(title), signature=signature, meaning=meaning, includes=includes)
@@ -549,9 +558,9 @@ def compile_command(args: Args) -> str:
 
 def main_text(args: Args, network: dict, layers: list[PlanarLayer]) -> str:
     words = words_of(layers, network["world"])
-    code = "%hhu" if words["type"] == "uint8_t" else "%f"
+    number, code = ("int", "%d") if words["type"] == "uint8_t" else ("float", "%f")
     file = os.path.relpath(args.c, args.main.parent).replace(os.sep, "/")
-    return MAIN.substitute(words, name=args.name, file=file, command=compile_command(args), code=code)
+    return MAIN.substitute(words, name=args.name, file=file, command=compile_command(args), number=number, code=code)
 
 
 # ---- ONNX ------------------------------------------------------------------------------------------------------------

@@ -91,8 +91,8 @@ def check_folder(folder: Path) -> None:
 
 def check_output(path: Path) -> None:
     check_folder(path.parent)
-    if path.is_dir():
-        fail(f"{path} is a folder")
+    if path.exists() and not path.is_file():  # /dev/null would become a file
+        fail(f"{path} is a folder or a device")
 
 
 def write_whole(path: Path, write) -> None:
@@ -166,17 +166,18 @@ def check_network(path: Path, network: dict) -> None:
         layer, tensors = layers[name], params.get(name, {})
         if tensors.keys() != {"kernel", "bias"}:
             fail(f"layer {name} of {path} has {', '.join(tensors) or 'no weights'}, not a kernel and a bias")
-        shape, fits = tensors["kernel"].shape, tensors["bias"].shape == tensors["kernel"].shape[-1:]
-        if layer["kind"] == "convolution":
+        shape, convolution = tensors["kernel"].shape, layer["kind"] == "convolution"
+        fits = len(shape) == (4 if convolution else 2) and 0 not in shape and tensors["bias"].shape == shape[-1:]
+        if fits and convolution:
             size, stride, padding = shape[0], layer.get("stride"), layer.get("padding")
-            if padding not in ("SAME", "VALID") or not isinstance(stride, int) or stride < 1:
+            if padding not in ("SAME", "VALID") or type(stride) is not int or stride < 1:
                 fail(f"{TOOL} does not know stride {stride} with padding {padding} of layer {name}")
-            fits &= len(shape) == 4 and size == shape[1] and n_inputs in (shape[2], None) and n_pixels >= size
+            fits = size == shape[1] and n_inputs in (shape[2], None) and n_pixels >= size
             n_pixels = count_outputs(n_pixels, size, stride, padding)
-        else:
+        elif fits:
             n_inputs = n_pixels**2 * n_inputs if n_pixels and n_inputs else n_inputs
             n_pixels = 0
-            fits &= len(shape) == 2 and n_inputs in (shape[0], None) and (world == "mujoco" or name != names[0])
+            fits = n_inputs in (shape[0], None) and (world == "mujoco" or name != names[0])
         if not fits or any(x.dtype.kind != "f" for x in tensors.values()):
             fail(f"layer {name} of {path} has a kernel of shape {shape}, which does not fit here")
         n_inputs = shape[-1]

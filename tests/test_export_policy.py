@@ -133,7 +133,7 @@ SMALL = {
     "atari": lambda sparsity: q_network(sparsity, (5, 7, 6, 40)),
     "minatar": lambda sparsity: grid_network(sparsity, (16, 128)),
     "minatar, 10 channels": lambda sparsity: grid_network(sparsity, (4, 300), 10, 6),  # 300: an index of 16 bits
-    "mujoco": lambda sparsity: actor_network(sparsity, (40, 30)),
+    "mujoco": lambda sparsity: actor_network(sparsity, (20, 30, 40)),  # the third layer needs more room than the first
 }
 PAPER = {
     "atari, 512": lambda: q_network(0.95, (32, 64, 64, 512)),
@@ -284,7 +284,8 @@ def test_whatever_a_file_says_about_itself_stays_in_the_comment(tmp_path):
 
 @needs_a_compiler
 @pytest.mark.parametrize(
-    ("text", "n_lines", "code"), [("", 0, 0), ("1 " * 800, 2, 0), ("1 " * 799, 1, 2), ("1 x", 0, 2)]
+    ("text", "n_lines", "code"),
+    [("", 0, 0), ("1 " * 800, 2, 0), ("1 " * 799, 1, 2), ("1 x", 0, 2), ("1 " * 400 + "256", 1, 2), ("-1", 0, 2)],
 )
 def test_the_program_reads_whole_observations_and_says_what_is_missing(text, n_lines, code, tmp_path):
     export_c(minatar_policy(tmp_path / "policy.npz"))
@@ -325,7 +326,7 @@ def test_the_table_and_the_comments_count_what_is_there(kind, tmp_path, capsys):
     assert rows["Non-zero weights"][0] <= sum(map(np.count_nonzero, kernels))
     assert 0 <= rows["Bytes of flash"][1] - 4 * (n_biases + sum(x.size for x in kernels)) <= 2 * 64 * 10 + 2000
     weights, flash, ram = (f"{rows[x][0]:,}" for x in ("Non-zero weights", "Bytes of flash", "Bytes of RAM"))
-    assert f"{weights} of {rows['Non-zero weights'][1]:,} weights are not zero" in header
+    assert f"{weights} of {rows['Non-zero weights'][1]:,} weights are needed, a sparsity of 0." in header
     assert f"Flash: {flash} bytes" in header
     assert f"RAM: {ram} bytes" in header
 
@@ -395,18 +396,21 @@ def test_without_onnx_the_message_says_what_to_install(tmp_path, capsys, monkeyp
         (dict(c=Path("a.h"), name="a\n"), "is no name in C"),
         (dict(c=Path("a.h"), main=Path("folder.h/../a.h")), "--c and --main would be the same file, a.h"),
         (dict(c=Path("policy.npz")), "the policy and --c would be the same file, policy.npz"),
-        (dict(c=Path('a".h'), main=Path("b.c")), """--c 'a".h' cannot be included"""),
+        (dict(c=Path('a".h'), main=Path("b.c")), """--c 'a".h' cannot stand in C: """),
+        (dict(c=Path("a.h"), main=Path("b*/b.c")), "--main 'b*/b.c' cannot stand in C: "),
         (dict(c=Path("a.h"), main=Path("policy")), "--main policy must be a .c file"),
         (dict(c=Path("nowhere/a.h")), "cannot write to nowhere: No such file or directory"),
         (dict(c=Path("a.h"), main=Path("nowhere/a.c")), "cannot write to nowhere: No such file or directory"),
         (dict(c=Path("a.h"), onnx=Path("/proc/a.onnx")), "cannot write to /proc: "),
         (dict(c=Path("folder.h")), "folder.h is a folder"),
+        (dict(c=Path("pipe.h")), "pipe.h is a folder or a device"),
     ],
 )
 def test_mistakes_are_told_in_one_line_and_leave_nothing(flags, message, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = minatar_policy(Path("policy.npz"))
     Path("folder.h").mkdir()
+    os.mkfifo("pipe.h")
     before = {x: x.is_file() and x.read_bytes() for x in Path().rglob("*")}
     assert message in refused(Args(path, **flags), capsys)
     assert {x: x.is_file() and x.read_bytes() for x in Path().rglob("*")} == before
@@ -454,9 +458,9 @@ def test_what_c_cannot_say_or_nobody_knows_is_refused(tmp_path, capsys):
     assert "this exporter does not know the world doom" in refusal(
         lambda about, _: about.update(script="eaudedqn_doom")
     )
-    assert "which does not fit here" in refusal(
-        lambda about, arrays: arrays.update({"target/params/Dense_0/kernel": np.ones((300, 8), np.float32)})
-    )
+    for name, shape in (("Dense_0", (300, 8)), ("Dense_1", ()), ("Conv_0", ()), ("Conv_0", (3, 3, 0, 4))):
+        kernel = {f"target/params/{name}/kernel": np.ones(shape, np.float32)}
+        assert "which does not fit here" in refusal(lambda about, arrays, kernel=kernel: arrays.update(kernel))
     assert not (tmp_path / "policy.h").exists()
 
 
