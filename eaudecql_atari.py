@@ -71,7 +71,7 @@ class Args:
     tournament_size: Annotated[int, (1, "n_networks")] = 3  # networks drawn for a tournament; the lowest loss wins [M]
     max_noise: Annotated[float, (0, 1e9)] = 3.0  # a pruning's size is scaled by a draw from 0 to this [U_max]
     max_speed: Share = 0.01  # largest share of the remaining weights that one pruning removes [S_max]
-    sparsity_distribution: Distribution = "erk"  # Erdos-Renyi-Kernel, the same in all tensors, or one threshold for all
+    sparsity_distribution: Distribution = "erk"  # erk: more of large tensors; uniform: all alike; global: one threshold
     target_period: Whole = 2_000  # steps between two target updates [T]
     batch_size: Whole = 32  # transitions in a gradient step [B]
     gamma: Share = 0.99  # discount factor [gamma]
@@ -332,7 +332,8 @@ def tensor_densities(tensors: list[np.ndarray], sparsity: float, distribution: s
         return np.array([part.mean() for part in np.split(mask, sizes.cumsum()[:-1])])
     if distribution != "erk":
         raise ValueError(f"unknown distribution {distribution!r}: choose uniform, erk or global")
-    # Erdos-Renyi-Kernel: density in proportion to sum(shape) / prod(shape), at most 1, and `sparsity` in total.
+    # Erdos-Renyi-Kernel: density in proportion to sum(shape) / prod(shape), and `sparsity` in total. A tensor whose
+    # density would exceed 1 stays dense, and the others share the rest: each round can find one more.
     sums = np.array([sum(x.shape) for x in tensors])
     dense = np.zeros(len(tensors), bool)
     for _ in tensors:
@@ -420,7 +421,7 @@ def make_optimizer(args: Args) -> optax.GradientTransformation:
 
 @jax.jit
 def network_at(stacked, idx):
-    """What is at `idx` in all tensors of a tree: one network of a population, or one of each critic's."""
+    """What is at `idx` in all tensors of a tree: one network of a population, or several."""
     return jax.tree.map(lambda x: x[idx], stacked)
 
 
@@ -466,7 +467,7 @@ def learn(args: Args, network: QNetwork, state: AgentState, batch: Batch) -> tup
     params = optax.apply_updates(state.params, updates)
     params = jax.tree.map(jnp.multiply, params, state.masks)  # what was pruned stays pruned
 
-    cumulated_losses = state.cumulated_losses + jnp.where(jnp.isfinite(losses), losses, jnp.inf)
+    cumulated_losses = state.cumulated_losses + jnp.where(jnp.isfinite(losses), losses, jnp.inf)  # l. 11, too
     state = state._replace(params=params, opt_state=opt_state, cumulated_losses=cumulated_losses)
     return state, {"losses/cql_loss": losses.mean(), "losses/q_values": q_values.mean()}
 
@@ -576,7 +577,8 @@ def train(args: Args) -> Path:
                 run.log(metrics)
             if run.save_is_due() or data.error:
                 checkpoint = {"state": state, "data": data.saved()}
-                run.save({"target": state.target_params}, {"target": network.layers}, checkpoint, metrics)
+                layers = {"target": getattr(network, "layers", {})}  # without them `play_policy.py` cannot play it
+                run.save({"target": state.target_params}, layers, checkpoint, metrics)
             if data.error:
                 raise data.error
         data.reader.shutdown(cancel_futures=True)

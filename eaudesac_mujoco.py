@@ -73,7 +73,7 @@ class Args:
     pruning_start: Share = 0.2  # share of the run at which the actor's schedule, Eq. (2), starts [t_start]
     pruning_end: Annotated[float, ("pruning_start", 1)] = 0.8  # share of the run at which it ends [t_end]
     pruning_period: Whole = 1_000  # steps between two tournaments, after which copies are pruned [P]
-    sparsity_distribution: Distribution = "erk"  # Erdos-Renyi-Kernel, the same in all tensors, or one threshold for all
+    sparsity_distribution: Distribution = "erk"  # erk: more of large tensors; uniform: all alike; global: one threshold
     learning_starts: Annotated[int, (1, "total_timesteps")] = 5_000  # steps played before the first gradient step
     buffer_size: Annotated[int, (2, math.inf)] = 1_000_000  # transitions in the replay memory, first in, first out [D]
     batch_size: Whole = 256  # transitions in a gradient step [B]
@@ -252,7 +252,8 @@ def tensor_densities(tensors: list[np.ndarray], sparsity: float, distribution: s
         return np.array([part.mean() for part in np.split(mask, sizes.cumsum()[:-1])])
     if distribution != "erk":
         raise ValueError(f"unknown distribution {distribution!r}: choose uniform, erk or global")
-    # Erdos-Renyi-Kernel: density in proportion to sum(shape) / prod(shape), at most 1, and `sparsity` in total.
+    # Erdos-Renyi-Kernel: density in proportion to sum(shape) / prod(shape), and `sparsity` in total. A tensor whose
+    # density would exceed 1 stays dense, and the others share the rest: each round can find one more.
     sums = np.array([sum(x.shape) for x in tensors])
     dense = np.zeros(len(tensors), bool)
     for _ in tensors:
@@ -351,7 +352,7 @@ def make_optimizer(args: Args) -> optax.GradientTransformation:
 
 @jax.jit
 def network_at(stacked, idx):
-    """What is at `idx` in all tensors of a tree: one network of a population, or one of each critic's."""
+    """What is at `idx` in all tensors of a tree: one network of a population, or several."""
     return jax.tree.map(lambda x: x[idx], stacked)
 
 
@@ -411,9 +412,9 @@ def learn_critics(args: Args, actor: Actor, critic: Critic, state: AgentState, b
     updates, opt_state = jax.vmap(jax.vmap(make_optimizer(args).update))(grads, state.opt_state)  # l. 9
     params = optax.apply_updates(state.params, updates)
     params = jax.tree.map(jnp.multiply, params, state.masks)  # what was pruned stays pruned
-    target_params = optax.incremental_update(params, state.target_params, args.tau)
+    target_params = optax.incremental_update(params, state.target_params, args.tau)  # l. 9, too
 
-    averages = (1 - args.tau) * state.cumulated_losses + args.tau * losses
+    averages = (1 - args.tau) * state.cumulated_losses + args.tau * losses  # l. 9, too
     norms = jax.vmap(jax.vmap(optax.tree.norm))(params)  # not finite if a weight is not
     cumulated_losses = jnp.where(jnp.isfinite(averages + norms), averages, jnp.inf)
     state = state._replace(params=params, target_params=target_params, opt_state=opt_state)

@@ -155,7 +155,7 @@ def check_network(path: Path, network: dict) -> None:
     if world not in ("atari", "minatar", "mujoco"):
         fail(f"{TOOL} does not know the world {world} of {path}")
     if not layers:
-        fail(f"{path} does not say what its layers are: it is of an older version of the scripts")
+        fail(f"{path} does not say what its layers are: its script is older, or its network has no `layers`")
     for name in [*params, *layers]:
         if layers.get(name, {}).get("kind") not in ("convolution", "dense"):
             fail(f"{TOOL} does not know layer {name}")

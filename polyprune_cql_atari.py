@@ -72,7 +72,7 @@ class Args:
     pruning_start: Share = 0.2  # share of the run at which the schedule of Eq. (2) starts [t_start]
     pruning_end: Annotated[float, ("pruning_start", 1)] = 0.8  # share of the run at which it ends [t_end]
     pruning_period: Whole = 1_000  # steps between two prunings [P]
-    sparsity_distribution: Distribution = "erk"  # Erdos-Renyi-Kernel, the same in all tensors, or one threshold for all
+    sparsity_distribution: Distribution = "erk"  # erk: more of large tensors; uniform: all alike; global: one threshold
     target_period: Whole = 2_000  # steps between two target updates [T]
     batch_size: Whole = 32  # transitions in a gradient step [B]
     gamma: Share = 0.99  # discount factor [gamma]
@@ -333,7 +333,8 @@ def tensor_densities(tensors: list[np.ndarray], sparsity: float, distribution: s
         return np.array([part.mean() for part in np.split(mask, sizes.cumsum()[:-1])])
     if distribution != "erk":
         raise ValueError(f"unknown distribution {distribution!r}: choose uniform, erk or global")
-    # Erdos-Renyi-Kernel: density in proportion to sum(shape) / prod(shape), at most 1, and `sparsity` in total.
+    # Erdos-Renyi-Kernel: density in proportion to sum(shape) / prod(shape), and `sparsity` in total. A tensor whose
+    # density would exceed 1 stays dense, and the others share the rest: each round can find one more.
     sums = np.array([sum(x.shape) for x in tensors])
     dense = np.zeros(len(tensors), bool)
     for _ in tensors:
@@ -511,7 +512,8 @@ def train(args: Args) -> Path:
                 run.log(metrics)
             if run.save_is_due() or data.error:
                 checkpoint = {"state": state, "data": data.saved()}
-                run.save({"target": state.target_params}, {"target": network.layers}, checkpoint, metrics)
+                layers = {"target": getattr(network, "layers", {})}  # without them `play_policy.py` cannot play it
+                run.save({"target": state.target_params}, layers, checkpoint, metrics)
             if data.error:
                 raise data.error
         data.reader.shutdown(cancel_futures=True)

@@ -70,7 +70,7 @@ class Args:
     pruning_start: Share = 0.2  # share of the run at which the schedule of Eq. (2) starts [t_start]
     pruning_end: Annotated[float, ("pruning_start", 1)] = 0.8  # share of the run at which it ends [t_end]
     pruning_period: Whole = 1_000  # steps between two prunings [P]
-    sparsity_distribution: Distribution = "erk"  # Erdos-Renyi-Kernel, the same in all tensors, or one threshold for all
+    sparsity_distribution: Distribution = "erk"  # erk: more of large tensors; uniform: all alike; global: one threshold
     learning_starts: Annotated[int, (1, "total_timesteps")] = 5_000  # steps played before the first gradient step
     buffer_size: Annotated[int, (2, math.inf)] = 1_000_000  # transitions in the replay memory, first in, first out [D]
     batch_size: Whole = 256  # transitions in a gradient step [B]
@@ -249,7 +249,8 @@ def tensor_densities(tensors: list[np.ndarray], sparsity: float, distribution: s
         return np.array([part.mean() for part in np.split(mask, sizes.cumsum()[:-1])])
     if distribution != "erk":
         raise ValueError(f"unknown distribution {distribution!r}: choose uniform, erk or global")
-    # Erdos-Renyi-Kernel: density in proportion to sum(shape) / prod(shape), at most 1, and `sparsity` in total.
+    # Erdos-Renyi-Kernel: density in proportion to sum(shape) / prod(shape), and `sparsity` in total. A tensor whose
+    # density would exceed 1 stays dense, and the others share the rest: each round can find one more.
     sums = np.array([sum(x.shape) for x in tensors])
     dense = np.zeros(len(tensors), bool)
     for _ in tensors:
@@ -314,7 +315,7 @@ def make_optimizer(args: Args) -> optax.GradientTransformation:
 
 @jax.jit
 def network_at(stacked, idx):
-    """What is at `idx` in all tensors of a tree: one network of a population, or one of each critic's."""
+    """What is at `idx` in all tensors of a tree: one network of a population, or several."""
     return jax.tree.map(lambda x: x[idx], stacked)
 
 

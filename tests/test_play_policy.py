@@ -353,7 +353,7 @@ def set_shape(name, *shape):
 
 
 FUTURE = {  # what is changed in the file: what a person reads
-    "{path} does not say what its layers are: it is of an older version": lambda about, _: about.pop("layers"),
+    "{path} does not say what its layers are: its script is older, or": lambda about, _: about.pop("layers"),
     "{path} does not say its env_id": lambda about, _: about["args"].pop("env_id"),
     "{path} does not say its horizon: give --horizon": lambda about, _: about["args"].pop("horizon"),
     "this player does not know the world doom of {path}": lambda about, _: about.update(script="eaudedqn_doom"),

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import tyro
 from common import TINY, final_weights, scalars
+from numpy.lib.recfunctions import rename_fields
 from test_replay_data import logged_rows, write_file
 
 import eaudecql_atari
@@ -253,11 +254,22 @@ def test_foreign_runs_and_files_are_refused(run, tmp_path, capsys):
     message = f"{run} is a run of another version of this script: it differs in "
     message += "annealing, discount, gamma, momentum"
     assert_refused(script, script.Args(resume=run), run, message, capsys)
-    (run / "args.json").write_text("{")
-    with pytest.raises(SystemExit) as exit_info:
-        script.main(script.Args(resume=run))
-    assert exit_info.value.code == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    for text in ("{", "[1]"):
+        (run / "args.json").write_text(text)
+        assert_refused(script, script.Args(resume=run), run, f"{run / 'args.json'} is damaged", capsys)
+
+
+@SCRIPTS
+def test_a_run_without_anything_learned_says_so(script, tmp_path, capsys):
+    if "dataset-dir" in FLAGS[script]:
+        write_data(tmp_path / "data")
+    first = {"atari": 120, "mujoco": 101}[script.__name__.rpartition("_")[2]]  # step whose end has a trained policy
+    first = 60 if "cql" in script.__name__ else first
+    for total in (first - 1, first):
+        flags = f"{FLAGS[script]} --total-timesteps {total} --checkpoint-period 0 --runs-dir {tmp_path / str(total)}"
+        flags = flags.replace("--epoch-steps 400", f"--epoch-steps {total}").replace(" data ", f" {tmp_path / 'data'} ")
+        script.train(tyro.cli(script.Args, args=flags.split()))
+        assert ("The policy is an untrained network: " in capsys.readouterr().out) == (total < first)
 
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_cannot_go_on(run, capsys):
@@ -293,6 +305,7 @@ OTHER_VERSIONS = {
     "an array less": lambda arrays: {name: x for name, x in arrays.items() if "masks" not in name},
     "an array more": lambda arrays: arrays | {"state/noise": np.zeros(3)},
     "another name": lambda arrays: {name.replace("opt_state", "adam"): x for name, x in arrays.items()},
+    "other columns": lambda arrays: arrays | {"memory/rows": rename_fields(arrays["memory/rows"], {"actions": "acts"})},
     "another shape": lambda arrays: {name: x[:-1] if "/target_params/" in name else x for name, x in arrays.items()},
 }
 
