@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import json
 import re
+import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -32,6 +33,7 @@ AXES = {"sparsity/target": "sparsity", "losses/cumulated": "loss of a target per
 AXES |= {RETURNS[0]: "return", RETURNS[1]: "return in training"}
 N_POINTS = 50  # of a curve in a CSV file, unless it is one of evaluations
 N_RESAMPLES = 2_000  # of a bootstrap interval
+FROZEN, N_FROZEN = "frozen/episodic_return", 30  # episodes of the policy that a run of MinAtar has left
 SEEN_TOURNAMENTS = [(variant, "Breakout", "1") for variant in ("eaude", "eaude_global", "eaude_uniform")]
 TOURNAMENTS = "tournament/pruned", "tournament/loss"  # a value for each copy, at the step at which it was compared
 COLUMNS = "study", "variant", "env", "seed", "tag", "step", "value"
@@ -146,6 +148,13 @@ def rows_of(path: Path, study: str, run: tuple[str, ...]) -> list[tuple]:
     return rows
 
 
+def frozen_returns(policy: Path) -> list[str]:
+    """In training EauDe plays a mixture of networks; this is what the file is worth."""
+    command = [sys.executable, ROOT / "play_policy.py", policy, "--episodes", str(N_FROZEN)]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return re.search("^Each: (.*)$", printed, re.MULTILINE)[1].split()
+
+
 def collect(folder: Path) -> str:
     """The finished runs of a sweep go into the file of the study. Runs in it that are not in the folder stay."""
     from sweep import is_done
@@ -153,9 +162,11 @@ def collect(folder: Path) -> str:
     study = folder.resolve().name
     file, found, others = RESULTS / f"{study}.csv", {}, defaultdict(list)  # {(variant, env, seed): rows}
     for path in folder.glob("*/*/policy.npz"):
-        env, _, variant, seed = path.parent.parent.name.split("__")
+        env, script, variant, seed = path.parent.parent.name.split("__")
         if is_done(path.parent.parent):
             found[variant, env, seed] = rows_of(path.parent, study, (variant, env, seed))
+            played = frozen_returns(path) if script.endswith("_minatar") else []
+            found[variant, env, seed] += [(study, variant, env, seed, FROZEN, *x) for x in enumerate(played, 1)]
     if not found:
         fail(f"there is no finished run of a sweep in {folder}")
     for row in list(csv.reader(file.read_text().splitlines()))[1:] if file.exists() else []:
@@ -265,13 +276,17 @@ def with_interval(scores: Sequence[np.ndarray], statistic: Callable, digits: int
 
 
 def print_table(title: str, study: Study) -> None:
-    """Final returns and sparsities: the mean over seeds and its interval."""
-    print(f"\n{title}\n\n| task | variant | seeds | final return | final sparsity |\n|---|---|---|---|---|")
+    """Final returns and sparsities, and on MinAtar those of frozen policies: means over seeds, intervals."""
+    has_frozen = any(FROZEN in run for runs in study.values() for run in runs)
+    names = ["task", "variant", "seeds", "final return", *["frozen"] * has_frozen, "final sparsity"]
+    print(f"\n{title}\n\n| {' | '.join(names)} |\n{'|---' * len(names)}|")
     for variant, env in sorted(study, key=lambda key: (key[1], list(study).index(key))):
         runs = study[variant, env]
         sparsities, returns = final(runs)
+        frozen = np.array([run[FROZEN][1].mean() for run in runs if FROZEN in run])
         digits = 0 if abs(returns.mean()) > 100 else 1
-        columns = with_interval([returns], np.mean, digits), with_interval([sparsities], np.mean, 3)
+        columns = [with_interval([x], np.mean, digits) if len(x) else "" for x in (returns, frozen)[: 1 + has_frozen]]
+        columns += [with_interval([sparsities], np.mean, 3)]
         print(f"| {env} | {variant} | {len(runs)} | {' | '.join(columns)} |")
     print()
 

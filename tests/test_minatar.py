@@ -434,7 +434,7 @@ def mean_return(run, first_step):
 def test_dense_dqn_learns_breakout(tmp_path):
     script = polyprune_dqn_minatar
     run = script.train(script.Args(runs_dir=tmp_path, final_sparsity=0.0, **BREAKOUT))
-    assert mean_return(run, 6_000) > 2  # random play gets 0.5
+    assert mean_return(run, 6_000) > 2  # random play gets 0.4
     assert all(np.count_nonzero(x) == x.size for name, x in final_weights(run).items() if name.endswith("kernel"))
 
 

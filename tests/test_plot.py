@@ -157,6 +157,20 @@ def test_a_run_stays_in_the_file_when_its_folder_is_gone(tmp_path, results):
     assert [run[curve][1].tolist() for run in runs] == [[1], [7, 8], [3]]
 
 
+def test_the_policy_of_a_run_of_minatar_is_played(tmp_path, results, capsys):
+    curves = {"charts/episodic_return": [(100, 7.0)], "sparsity/target": [(100, 0.5)]}
+    write_run(tmp_path / "study", "Breakout__eaudedqn_minatar__eaude__2", curves)
+    policy = tmp_path / "study" / "Breakout__eaudedqn_minatar__eaude__2" / "run" / "policy.npz"
+    shutil.copy(ROOT / "policies" / "minatar_breakout.npz", policy)
+    plot.collect(tmp_path / "study")
+    study = plot.load_study("study")
+    episodes, returns = study["eaude", "Breakout"][0]["frozen/episodic_return"]
+    assert episodes.tolist() == list(range(1, 31))
+    assert returns[:10].tolist() == [9, 2, 28, 8, 11, 27, 1, 6, 23, 9]  # as the README shows
+    plot.print_table("Study", study)
+    assert f"| Breakout | eaude | 1 | 7.0 | {returns.mean():.1f} | 0.500 |" in capsys.readouterr().out
+
+
 POPULATION = {  # of three networks, at three target updates
     "sparsity/network": [(0, 0, 0), (0, 0.1, 0.05), (0.1, 0.28, 0.145)],
     "losses/cumulated": [(3, 1, 2), (4, 5, 2), (6, 3, 4)],
