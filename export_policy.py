@@ -111,6 +111,8 @@ def load_policy(path: Path | str) -> tuple[dict, dict]:
     kind of each, and `world`: atari, minatar or mujoco.
     """
     path = Path(path) / "policy.npz" if Path(path).is_dir() else Path(path)
+    if not path.exists():
+        fail(f"there is no {path}: give a policy.npz, or the folder of a run")
     data = path.read_bytes()
     try:
         zipped = zipfile.ZipFile(io.BytesIO(data))

@@ -114,6 +114,8 @@ def load_policy(path: Path | str) -> tuple[dict, dict]:
     kind of each, and `world`: atari, minatar or mujoco.
     """
     path = Path(path) / "policy.npz" if Path(path).is_dir() else Path(path)
+    if not path.exists():
+        fail(f"there is no {path}: give a policy.npz, or the folder of a run")
     data = path.read_bytes()
     try:
         zipped = zipfile.ZipFile(io.BytesIO(data))
@@ -401,7 +403,8 @@ class Recorder:
     MEMBERS = (("observation", np.uint8), ("action", np.int32), ("reward", np.float32), ("terminal", np.uint8))
 
     def __init__(self, folder: Path, n_rows: int):
-        self.folder, self.n_rows, self.n_files, self.rows, self.episode_starts = folder, n_rows, 0, [], True
+        self.folder, self.n_rows, self.n_files = folder, n_rows, 0
+        self.rows, self.episode_starts = [], True
         folder.mkdir(parents=True, exist_ok=True)
         check_folder(folder)
         for path in folder.iterdir():

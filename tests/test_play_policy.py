@@ -299,8 +299,8 @@ def test_foreign_files_are_refused(tmp_path, capsys):
     for path in foreign_files(tmp_path):
         expected = f"error: {path} is damaged, or it is not the policy.npz of a run\n"
         assert refused(Args(path), capsys) == expected
-    assert "No such file" in refused(Args(tmp_path / "missing.npz"), capsys)
-    assert f"No such file or directory: '{tmp_path}/policy.npz'" in refused(Args(tmp_path), capsys)
+    assert f"there is no {tmp_path}/missing.npz: give" in refused(Args(tmp_path / "missing.npz"), capsys)
+    assert f"there is no {tmp_path}/policy.npz: give" in refused(Args(tmp_path), capsys)
 
 
 def test_the_folder_of_a_run_stands_for_its_policy(tmp_path, catch_envs, capsys):
