@@ -434,7 +434,8 @@ def test_damaged_and_foreign_files_are_refused(tmp_path, capsys):
     for foreign in (path, text, empty, other):
         error = refused(Args(foreign, c=tmp_path / "policy.h"), capsys)
         assert error == f"error: {foreign} is damaged, or it is not the policy.npz of a run\n"
-    assert f"there is no {tmp_path}/missing.npz: give" in refused(Args(tmp_path / "missing.npz", c=tmp_path / "policy.h"), capsys)
+    missing = tmp_path / "missing.npz"
+    assert f"there is no {missing}: give" in refused(Args(missing, c=tmp_path / "policy.h"), capsys)
     assert not list(tmp_path.glob("policy.h*"))
 
 
