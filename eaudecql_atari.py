@@ -48,7 +48,6 @@ from tqdm import tqdm
 
 FRAME, STACK = (84, 84), 4  # pixels of a frame, frames of an observation
 LOG_PERIOD = 1_000  # steps between two points of the curves that have a value at every step
-SHOWN = {"charts/episodic_return": "return", "eval/episodic_return": "evaluation", "sparsity/target": "sparsity"}
 Distribution = Literal["erk", "uniform", "global"]  # of the sparsity over the tensors of a network
 
 
@@ -103,31 +102,6 @@ def check_args(args: Args) -> None:
                 fail(f"{flag} must be from {smallest} to {largest}{others}, not {getattr(args, name)}")
 
 
-def load_args(args: Args) -> Args:
-    """With --resume, the flags of that run."""
-    folder = args.resume
-    if not (folder / "args.json").exists():
-        fail(f"{folder} is not the folder of a run")
-    try:
-        flags = dict(json.loads((folder / "args.json").read_text()))
-    except (ValueError, TypeError):
-        fail(f"{folder / 'args.json'} is damaged")
-    script, differing = flags.pop("script", "another script"), sorted(flags.keys() ^ vars(args).keys())
-    if script != Path(__file__).stem:
-        fail(f"{folder} is a run of {script}")
-    if differing:
-        fail(f"{folder} is a run of another version of this script: it differs in {', '.join(differing)}")
-    if not (folder / "checkpoint.npz").exists():
-        if (folder / "policy.npz").exists() and read_npz(folder / "policy.npz")[0]["step"] == flags["total_timesteps"]:
-            print(f"{folder} is finished")
-            sys.exit()
-        filelock.FileLock(folder / "in_use.lock").acquire(blocking=False)  # an error if the run is under way
-        fail(f"{folder} has no checkpoint to go on from")
-    flags = {name: tuple(x) if isinstance(x, list) else x for name, x in flags.items()}
-    flags |= {name: Path(x) for name, x in flags.items() if name.endswith("_dir")}
-    return Args(**flags | {"resume": folder})
-
-
 # ---- Environment -----------------------------------------------------------------------------------------------------
 def canonical_name(env_id: str) -> str:
     """One spelling for all: `MsPacman` for `ALE/MsPacman-v5`, `mspacman` and `ms_pacman`."""
@@ -180,7 +154,7 @@ class Batch(NamedTuple):
 REPLAY_FILE = "$store$_{}_ckpt.{}.gz"  # of a member, with a number
 REPLAY_MEMBERS = {"observation": np.uint8, "action": np.int32, "reward": np.float32, "terminal": np.uint8}
 NO_DATASET = """--dataset-dir is missing, a folder of $store$_*_ckpt.N.gz files: from gs://atari-replay-datasets
-(see the README), or your own: python play_policy.py runs/.../policy.npz --record-dir data/Pong"""
+(see the README), or your own, which play_policy.py writes with --record-dir data/Pong"""
 
 
 def read_rows(path: Path, dtype: type, n_rows: int) -> np.ndarray:
@@ -280,7 +254,7 @@ class ReplayData:
 
 # ---- Network ---------------------------------------------------------------------------------------------------------
 def xavier_uniform(key: jax.Array, shape: tuple[int, ...], dtype: type) -> jax.Array:
-    """Drawn flat, since XLA needs up to ten times as long to compile a draw with four axes: 16 s at the start."""
+    """Drawn flat, since XLA needs up to ten times as long to compile a draw with four axes."""
     fan_in, fan_out = (math.prod(shape[:-2]) * n for n in shape[-2:])
     limit = math.sqrt(6 / (fan_in + fan_out))
     return jax.random.uniform(key, (math.prod(shape),), dtype, -limit, limit).reshape(shape)
@@ -371,14 +345,6 @@ def sparsity_of(masks) -> float:
     return float(1 - sum(mask.sum() for mask in prunable) / sum(mask.size for mask in prunable))
 
 
-@jax.jit
-def count_distinct(params) -> jax.Array:
-    """Different networks of a population: copies of one parent, pruned to the same sparsity, are equal."""
-    tensors = [x.reshape(len(x), -1) for x in jax.tree.leaves(params)]
-    equal = jnp.stack([(x[:, None] == x).all(axis=-1) for x in tensors]).all(axis=0)  # (K, K)
-    return (~jnp.tril(equal, -1).any(axis=1)).sum()  # those that equal none before them
-
-
 def next_sparsity(sparsity, noise, step: int, next_step: int, total_steps: int, max_speed: float) -> float:
     """Eq. (3): a random stretch along the line from (step, sparsity) to (total_steps, 1), capped by `max_speed`."""
     steps_left = max(total_steps - step, 1)  # at the last update the line is vertical, and the cap decides
@@ -399,7 +365,9 @@ def select_population(rng: np.random.Generator, losses: np.ndarray, tournament_s
         selected.append(drawn[losses[drawn].argmin()])
     parents = np.arange(len(losses))
     free_slots = [k for k in parents if k not in selected]
-    parents[free_slots] = [k for i, k in enumerate(selected) if k in selected[:i]]  # the second selections and further
+    for i, k in enumerate(selected):
+        if k in selected[:i]:  # its second selection, or a further one
+            parents[free_slots.pop(0)] = k
     return parents
 
 
@@ -425,7 +393,7 @@ def network_at(stacked, idx):
     return jax.tree.map(lambda x: x[idx], stacked)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@jax.jit(static_argnums=(0, 1))
 def init_agent(args: Args, network: QNetwork, key: jax.Array) -> AgentState:
     init_keys = jax.random.split(key, args.n_networks)
     params = jax.vmap(network.init, in_axes=(0, None))(init_keys, np.zeros((1, STACK, *FRAME), np.uint8))
@@ -462,17 +430,17 @@ def learn(args: Args, network: QNetwork, state: AgentState, batch: Batch) -> tup
         losses = jnp.mean((targets - q_values) ** 2 + args.cql_alpha * conservative, axis=1)  # (K,)
         return losses.sum(), (losses, q_values.mean(axis=1))  # the gradient of the sum is that of each one's own loss
 
-    grads, (losses, q_values) = jax.grad(loss, has_aux=True)(state.params)  # l. 9-10
+    grads, (losses, mean_q_values) = jax.grad(loss, has_aux=True)(state.params)  # l. 9-10
     updates, opt_state = jax.vmap(make_optimizer(args).update)(grads, state.opt_state)  # l. 11
     params = optax.apply_updates(state.params, updates)
     params = jax.tree.map(jnp.multiply, params, state.masks)  # what was pruned stays pruned
 
     cumulated_losses = state.cumulated_losses + jnp.where(jnp.isfinite(losses), losses, jnp.inf)  # l. 11, too
     state = state._replace(params=params, opt_state=opt_state, cumulated_losses=cumulated_losses)
-    return state, {"losses/cql_loss": losses.mean(), "losses/q_values": q_values.mean()}
+    return state, {"losses/cql_loss": losses.mean(), "losses/q_values": mean_q_values.mean()}
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+@jax.jit(static_argnums=(0, 1), donate_argnums=2)
 def learn_many(args: Args, network: QNetwork, state: AgentState, batches: Batch) -> tuple[AgentState, dict]:
     """Many gradient steps in one call, `batches` being stacked. For a single one there is no loop."""
     if len(batches.actions) == 1:
@@ -487,22 +455,30 @@ def updates_per_call(*steps: int) -> int:
     return 1 if jax.default_backend() == "cpu" else math.gcd(100, *steps)
 
 
+def checked_losses(state: AgentState, step: int) -> np.ndarray:
+    """L_k, infinite for a network with a weight that is not finite: its last update can follow on a finite loss."""
+    norms = jax.vmap(optax.tree.norm)(state.params)
+    losses = np.where(np.isfinite(norms), state.cumulated_losses, np.inf)
+    if not np.isfinite(losses).any():
+        fail(f"all networks have diverged by step {step}; try a lower --learning-rate")
+    return losses
+
+
 def prune_copies(args: Args, rng: np.random.Generator, state: AgentState, parents: np.ndarray, step: int) -> AgentState:
     """Alg. 1, l. 15: slot k gets network `parents[k]`, and copies are pruned to a sparsity drawn by Eq. (3)."""
     next_step = step + args.target_period
-    sparsities = np.array(state.sparsities)
+    sparsities = np.array(state.sparsities, float)
     masks = [network_at(state.masks, parent) for parent in parents]
     for k in np.flatnonzero(parents != np.arange(args.n_networks)):
         noise = rng.uniform(0, args.max_noise)
-        sparsity = float(sparsities[parents[k]])
-        sparsity = next_sparsity(sparsity, noise, step, next_step, args.total_timesteps, args.max_speed)
-        sparsities[k] = sparsity = min(sparsity, 1 - 1e-6)  # `magnitude_masks` wants less than 1
-        masks[k] = magnitude_masks(network_at(state.params, parents[k]), sparsity, args.sparsity_distribution)
+        sparsity = next_sparsity(sparsities[parents[k]], noise, step, next_step, args.total_timesteps, args.max_speed)
+        sparsities[k] = min(sparsity, 1 - 1e-6)  # `magnitude_masks` wants less than 1
+        masks[k] = magnitude_masks(network_at(state.params, parents[k]), sparsities[k], args.sparsity_distribution)
     masks = jax.tree.map(lambda *x: jnp.stack(x), *masks)
     return next_population(args, state, parents, masks, sparsities)
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+@jax.jit(static_argnums=0, donate_argnums=1)
 def next_population(args: Args, state: AgentState, parents, masks, sparsities) -> AgentState:
     """Networks gathered by `parents`, on the device. Those that stay keep their Adam, copies start a new one."""
     params = jax.tree.map(jnp.multiply, network_at(state.params, parents), masks)
@@ -512,8 +488,16 @@ def next_population(args: Args, state: AgentState, parents, masks, sparsities) -
     return state._replace(params=params, opt_state=opt_state, masks=masks, sparsities=sparsities)
 
 
+@jax.jit
+def count_distinct(params) -> jax.Array:
+    """Different networks of a population: copies of one parent, pruned to the same sparsity, are equal."""
+    tensors = [x.reshape(len(x), -1) for x in jax.tree.leaves(params)]
+    equal = jnp.stack([(x[:, None] == x).all(axis=-1) for x in tensors]).all(axis=0)  # (K, K)
+    return (~jnp.tril(equal, -1).any(axis=1)).sum()  # those that equal none before them
+
+
 # ---- Acting ----------------------------------------------------------------------------------------------------------
-@functools.partial(jax.jit, static_argnums=0)
+@jax.jit(static_argnums=0)
 def greedy_actions(network: QNetwork, params, observations: np.ndarray) -> jax.Array:
     return network.apply(params, observations).argmax(axis=1)
 
@@ -545,7 +529,7 @@ def train(args: Args) -> Path:
     network = QNetwork(args.features, int(env.single_action_space.n))
     state = init_agent(args, network, jax.random.key(args.seed))  # Alg. 1, l. 1
     with contextlib.closing(Run(args, rng)) as run:
-        saved = run.restore(state=state, data=ReplayData.EMPTY)  # as given, if new
+        saved = run.restore(state=state, data=ReplayData.EMPTY)  # these, in a new run
         state, metrics = saved["state"], saved["metrics"]
         data = ReplayData(args, rng, network.n_actions, **saved["data"])
         periods = args.checkpoint_period, args.target_period, args.epoch_steps
@@ -556,10 +540,7 @@ def train(args: Args) -> Path:
             state, metrics = learn_many(args, network, state, batches)  # l. 8-11
 
             if step % args.target_period == 0:  # l. 12
-                norms = jax.vmap(optax.tree.norm)(state.params)  # not finite if a weight is not
-                losses = np.where(np.isfinite(norms), state.cumulated_losses, np.inf)
-                if not np.isfinite(losses).any():
-                    fail(f"all networks have diverged by step {step}; try a lower --learning-rate")
+                losses = checked_losses(state, step)
                 target_idx = losses.argmin()  # l. 13
                 state = state._replace(target_params=network_at(state.params, target_idx))
                 parents = select_population(rng, losses, args.tournament_size)  # l. 14
@@ -588,6 +569,9 @@ def train(args: Args) -> Path:
 
 
 # ---- Run: folder, curves, progress bar, checkpoint, policy file ------------------------------------------------------
+SHOWN = {"charts/episodic_return": "return", "eval/episodic_return": "evaluation", "sparsity/target": "sparsity"}
+
+
 def arrays_by_name(tree) -> dict:
     """`{"state/params/params/Conv_0/kernel": ..., ...}`"""
     leaves = jax.tree.leaves_with_path(jax.device_get(tree))
@@ -618,6 +602,32 @@ def read_npz(path: Path) -> tuple[dict, dict]:
         fail(f"{path} is damaged")
 
 
+def load_args(args: Args) -> Args:
+    """With --resume, the flags of that run."""
+    folder = args.resume
+    if not (folder / "args.json").exists():
+        fail(f"{folder} is not the folder of a run")
+    try:
+        flags = dict(json.loads((folder / "args.json").read_text()))
+    except (ValueError, TypeError):
+        fail(f"{folder / 'args.json'} is damaged")
+    script, differing = flags.pop("script", "another script"), sorted(flags.keys() ^ vars(args).keys())
+    if script != Path(__file__).stem:
+        fail(f"{folder} is a run of {script}")
+    if differing:
+        fail(f"{folder} is a run of another version of this script: it differs in {', '.join(differing)}")
+    checkpoint, policy = folder / "checkpoint.npz", folder / "policy.npz"
+    if not checkpoint.exists() and policy.exists() and read_npz(policy)[0]["step"] == flags["total_timesteps"]:
+        print(f"{folder} is finished")
+        sys.exit()
+    filelock.FileLock(folder / "in_use.lock").acquire(blocking=False)  # an error if the run is under way
+    if not checkpoint.exists():
+        fail(f"{folder} has no checkpoint to go on from")
+    flags = {name: tuple(x) if isinstance(x, list) else x for name, x in flags.items()}
+    flags |= {name: Path(x) for name, x in flags.items() if name.endswith("_dir")}
+    return Args(**flags | {"resume": folder})
+
+
 class Run:
     """A run as a person sees it: its folder, its curves, its progress. Ctrl-C and SIGTERM end it after a step."""
 
@@ -627,10 +637,10 @@ class Run:
         self.folder = args.resume or args.runs_dir / name
         self.step, self.shown = 0, {}
         self.stop_signal, self.stopped, self.handlers = None, False, {}
-        self.lock = filelock.FileLock(self.folder / "in_use.lock")  # makes the folder, too
-        self.lock.acquire(blocking=False)
         with contextlib.suppress(ValueError):  # outside the main thread Python allows no handlers
             self.handlers = {x: signal.signal(x, self.interrupt) for x in (signal.SIGINT, signal.SIGTERM)}
+        self.lock = filelock.FileLock(self.folder / "in_use.lock")
+        self.lock.acquire(blocking=False)  # makes the folder, too
 
     def interrupt(self, signum: int, _) -> None:
         if self.stop_signal and signum == signal.SIGINT:  # a second Ctrl-C does not wait for the end of the step
@@ -659,16 +669,16 @@ class Run:
         saved = jax.tree.unflatten(jax.tree.structure(fresh), [arrays[name] for name in expected])
         return saved | {"state": jax.device_put(saved["state"]), "metrics": about["metrics"]}
 
-    def steps(self, learning_starts: int = 0, stride: int = 1):
+    def steps(self, timed_after: int = 0, stride: int = 1):
         """Counts the steps, until the last one or until a signal has come."""
         device = jax.default_backend().upper()
         print(f"Run folder {self.folder}, on the {device}, after {self.step:,} steps", flush=True)
-        timed_from = max(self.step, learning_starts) + 100  # by then updates run, and have compiled
-        total, look = self.args.total_timesteps, {}
-        if not sys.stdout.isatty():  # then a line now and then; intervals in seconds
-            look = {"bar_format": "{n:,}/{total:,} steps, {rate_fmt}, {remaining} left{postfix}\n"}
-            look |= {"mininterval": 30, "maxinterval": 60}
-        bar = tqdm(total=total, initial=self.step, unit=" steps", file=sys.stdout, dynamic_ncols=True, **look)
+        timed_from = max(self.step, timed_after) + 100  # by then updates run, and have compiled
+        total, style = self.args.total_timesteps, {"dynamic_ncols": True}
+        if not sys.stdout.isatty():  # then a line every half minute
+            line = "{n:,}/{total:,} steps, {rate_fmt}, {remaining} left{postfix}\n"
+            style = {"bar_format": line, "mininterval": 30, "maxinterval": 60}
+        bar = tqdm(total=total, initial=self.step, unit=" steps", file=sys.stdout, **style)
         with contextlib.closing(EventFileWriter(str(self.folder))) as self.writer, bar as self.bar:
             while self.step < total and not self.stopped:
                 self.step += stride

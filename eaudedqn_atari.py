@@ -46,7 +46,6 @@ from tqdm import tqdm
 
 FRAME, STACK = (84, 84), 4  # pixels of a frame, frames of an observation
 LOG_PERIOD = 1_000  # steps between two points of the curves that have a value at every step
-SHOWN = {"charts/episodic_return": "return", "eval/episodic_return": "evaluation", "sparsity/target": "sparsity"}
 Distribution = Literal["erk", "uniform", "global"]  # of the sparsity over the tensors of a network
 
 
@@ -99,31 +98,6 @@ def check_args(args: Args) -> None:
                 fail(f"{flag} must be from {smallest} to {largest}{others}, not {getattr(args, name)}")
 
 
-def load_args(args: Args) -> Args:
-    """With --resume, the flags of that run."""
-    folder = args.resume
-    if not (folder / "args.json").exists():
-        fail(f"{folder} is not the folder of a run")
-    try:
-        flags = dict(json.loads((folder / "args.json").read_text()))
-    except (ValueError, TypeError):
-        fail(f"{folder / 'args.json'} is damaged")
-    script, differing = flags.pop("script", "another script"), sorted(flags.keys() ^ vars(args).keys())
-    if script != Path(__file__).stem:
-        fail(f"{folder} is a run of {script}")
-    if differing:
-        fail(f"{folder} is a run of another version of this script: it differs in {', '.join(differing)}")
-    if not (folder / "checkpoint.npz").exists():
-        if (folder / "policy.npz").exists() and read_npz(folder / "policy.npz")[0]["step"] == flags["total_timesteps"]:
-            print(f"{folder} is finished")
-            sys.exit()
-        filelock.FileLock(folder / "in_use.lock").acquire(blocking=False)  # an error if the run is under way
-        fail(f"{folder} has no checkpoint to go on from")
-    flags = {name: tuple(x) if isinstance(x, list) else x for name, x in flags.items()}
-    flags |= {name: Path(x) for name, x in flags.items() if name.endswith("_dir")}
-    return Args(**flags | {"resume": folder})
-
-
 # ---- Environment -----------------------------------------------------------------------------------------------------
 def canonical_name(env_id: str) -> str:
     """One spelling for all: `MsPacman` for `ALE/MsPacman-v5`, `mspacman` and `ms_pacman`."""
@@ -163,8 +137,8 @@ class Episode:
     def __init__(self, seed: int, actions: list | np.ndarray = (), score: float = 0.0):
         self.seed, self.actions, self.score = int(seed), list(actions), float(score)
 
-    def replay(self, env):
-        """The observation after its actions. Without actions yet, the first one."""
+    def start(self, env):
+        """The first observation, or the one after the actions so far."""
         observation, _ = env.reset(seed=self.seed)
         for action in self.actions:
             observation = env.step(action)[0]
@@ -252,7 +226,7 @@ class ReplayMemory:
 
 # ---- Network ---------------------------------------------------------------------------------------------------------
 def xavier_uniform(key: jax.Array, shape: tuple[int, ...], dtype: type) -> jax.Array:
-    """Drawn flat, since XLA needs up to ten times as long to compile a draw with four axes: 16 s at the start."""
+    """Drawn flat, since XLA needs up to ten times as long to compile a draw with four axes."""
     fan_in, fan_out = (math.prod(shape[:-2]) * n for n in shape[-2:])
     limit = math.sqrt(6 / (fan_in + fan_out))
     return jax.random.uniform(key, (math.prod(shape),), dtype, -limit, limit).reshape(shape)
@@ -343,14 +317,6 @@ def sparsity_of(masks) -> float:
     return float(1 - sum(mask.sum() for mask in prunable) / sum(mask.size for mask in prunable))
 
 
-@jax.jit
-def count_distinct(params) -> jax.Array:
-    """Different networks of a population: copies of one parent, pruned to the same sparsity, are equal."""
-    tensors = [x.reshape(len(x), -1) for x in jax.tree.leaves(params)]
-    equal = jnp.stack([(x[:, None] == x).all(axis=-1) for x in tensors]).all(axis=0)  # (K, K)
-    return (~jnp.tril(equal, -1).any(axis=1)).sum()  # those that equal none before them
-
-
 def next_sparsity(sparsity, noise, step: int, next_step: int, total_steps: int, max_speed: float) -> float:
     """Eq. (3): a random stretch along the line from (step, sparsity) to (total_steps, 1), capped by `max_speed`."""
     steps_left = max(total_steps - step, 1)  # at the last update the line is vertical, and the cap decides
@@ -371,7 +337,9 @@ def select_population(rng: np.random.Generator, losses: np.ndarray, tournament_s
         selected.append(drawn[losses[drawn].argmin()])
     parents = np.arange(len(losses))
     free_slots = [k for k in parents if k not in selected]
-    parents[free_slots] = [k for i, k in enumerate(selected) if k in selected[:i]]  # the second selections and further
+    for i, k in enumerate(selected):
+        if k in selected[:i]:  # its second selection, or a further one
+            parents[free_slots.pop(0)] = k
     return parents
 
 
@@ -405,7 +373,7 @@ def network_at(stacked, idx):
     return jax.tree.map(lambda x: x[idx], stacked)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@jax.jit(static_argnums=(0, 1))
 def init_agent(args: Args, network: QNetwork, key: jax.Array) -> AgentState:
     init_keys = jax.random.split(key, args.n_networks)
     params = jax.vmap(network.init, in_axes=(0, None))(init_keys, np.zeros((1, STACK, *FRAME), np.uint8))
@@ -429,7 +397,7 @@ def population_q_values(network: QNetwork, params, observations: jax.Array) -> j
     return jax.vmap(functools.partial(network.apply, method="head"))(params, jnp.stack(torsos))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+@jax.jit(static_argnums=(0, 1), donate_argnums=2)
 def learn(args: Args, network: QNetwork, state: AgentState, batch: Batch) -> tuple[AgentState, dict]:
     """Alg. 1, l. 8-11: one gradient step of every network towards the shared target."""
     next_values = network.apply(state.target_params, batch.next_observations).max(axis=1)  # (batch,)
@@ -442,32 +410,40 @@ def learn(args: Args, network: QNetwork, state: AgentState, batch: Batch) -> tup
         losses = jnp.mean((targets - q_values) ** 2, axis=1)  # (K,)
         return losses.sum(), (losses, q_values.mean(axis=1))  # the gradient of the sum is that of each one's own loss
 
-    grads, (losses, q_values) = jax.grad(loss, has_aux=True)(state.params)  # l. 9-10
+    grads, (losses, mean_q_values) = jax.grad(loss, has_aux=True)(state.params)  # l. 9-10
     updates, opt_state = jax.vmap(make_optimizer(args).update)(grads, state.opt_state)  # l. 11
     params = optax.apply_updates(state.params, updates)
     params = jax.tree.map(jnp.multiply, params, state.masks)  # what was pruned stays pruned
 
     cumulated_losses = state.cumulated_losses + jnp.where(jnp.isfinite(losses), losses, jnp.inf)  # l. 11, too
     state = state._replace(params=params, opt_state=opt_state, cumulated_losses=cumulated_losses)
-    return state, {"losses/td_loss": losses.mean(), "losses/q_values": q_values.mean()}
+    return state, {"losses/td_loss": losses.mean(), "losses/q_values": mean_q_values.mean()}
+
+
+def checked_losses(state: AgentState, step: int) -> np.ndarray:
+    """L_k, infinite for a network with a weight that is not finite: its last update can follow on a finite loss."""
+    norms = jax.vmap(optax.tree.norm)(state.params)
+    losses = np.where(np.isfinite(norms), state.cumulated_losses, np.inf)
+    if not np.isfinite(losses).any():
+        fail(f"all networks have diverged by step {step}; try a lower --learning-rate")
+    return losses
 
 
 def prune_copies(args: Args, rng: np.random.Generator, state: AgentState, parents: np.ndarray, step: int) -> AgentState:
     """Alg. 1, l. 15: slot k gets network `parents[k]`, and copies are pruned to a sparsity drawn by Eq. (3)."""
     next_step = step + args.target_period
-    sparsities = np.array(state.sparsities)
+    sparsities = np.array(state.sparsities, float)
     masks = [network_at(state.masks, parent) for parent in parents]
     for k in np.flatnonzero(parents != np.arange(args.n_networks)):
         noise = rng.uniform(0, args.max_noise)
-        sparsity = float(sparsities[parents[k]])
-        sparsity = next_sparsity(sparsity, noise, step, next_step, args.total_timesteps, args.max_speed)
-        sparsities[k] = sparsity = min(sparsity, 1 - 1e-6)  # `magnitude_masks` wants less than 1
-        masks[k] = magnitude_masks(network_at(state.params, parents[k]), sparsity, args.sparsity_distribution)
+        sparsity = next_sparsity(sparsities[parents[k]], noise, step, next_step, args.total_timesteps, args.max_speed)
+        sparsities[k] = min(sparsity, 1 - 1e-6)  # `magnitude_masks` wants less than 1
+        masks[k] = magnitude_masks(network_at(state.params, parents[k]), sparsities[k], args.sparsity_distribution)
     masks = jax.tree.map(lambda *x: jnp.stack(x), *masks)
     return next_population(args, state, parents, masks, sparsities)
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+@jax.jit(static_argnums=0, donate_argnums=1)
 def next_population(args: Args, state: AgentState, parents, masks, sparsities) -> AgentState:
     """Networks gathered by `parents`, on the device. Those that stay keep their Adam, copies start a new one."""
     params = jax.tree.map(jnp.multiply, network_at(state.params, parents), masks)
@@ -477,8 +453,16 @@ def next_population(args: Args, state: AgentState, parents, masks, sparsities) -
     return state._replace(params=params, opt_state=opt_state, masks=masks, sparsities=sparsities)
 
 
+@jax.jit
+def count_distinct(params) -> jax.Array:
+    """Different networks of a population: copies of one parent, pruned to the same sparsity, are equal."""
+    tensors = [x.reshape(len(x), -1) for x in jax.tree.leaves(params)]
+    equal = jnp.stack([(x[:, None] == x).all(axis=-1) for x in tensors]).all(axis=0)  # (K, K)
+    return (~jnp.tril(equal, -1).any(axis=1)).sum()  # those that equal none before them
+
+
 # ---- Acting ----------------------------------------------------------------------------------------------------------
-@functools.partial(jax.jit, static_argnums=0)
+@jax.jit(static_argnums=0)
 def behaviour_actions(network: QNetwork, params, idx: int, observations: np.ndarray) -> jax.Array:
     """Of network `idx` alone: one forward pass, not K."""
     return network.apply(network_at(params, idx), observations).argmax(axis=1)
@@ -497,12 +481,12 @@ def train(args: Args) -> Path:
     n_spare = min(args.checkpoint_period, args.total_timesteps - size)
     with contextlib.closing(Run(args, rng)) as run:
         episode = Episode(seed=rng.integers(2**30))
-        saved = run.restore(state=state, memory=ReplayMemory(0).saved(), episode=episode.saved())  # as given, if new
+        saved = run.restore(state=state, memory=ReplayMemory(0).saved(), episode=episode.saved())  # these, in a new run
         state, metrics, episode = saved["state"], saved["metrics"], Episode(**saved["episode"])
         memory = ReplayMemory(size, n_spare, run.folder / "replay" if args.checkpoint_period else None)
         memory.load(**saved["memory"])
-        observations = episode.replay(env)  # (1, STACK, 84, 84), one environment
-        for step in run.steps(args.learning_starts):  # l. 2
+        observations = episode.start(env)  # (1, STACK, 84, 84), one environment
+        for step in run.steps(timed_after=args.learning_starts):  # l. 2
             behaviour_idx = rng.choice(args.n_networks, p=network_probabilities(state.cumulated_losses))  # l. 3
             epsilon = np.interp(step, (0, args.epsilon_duration), (1, args.epsilon_end))
             if rng.random() < epsilon:  # l. 4
@@ -518,16 +502,13 @@ def train(args: Args) -> Path:
             if terminals[0] or truncations[0]:
                 run.log({"charts/episodic_return": episode.score, "charts/episodic_length": len(episode.actions)})
                 episode = Episode(seed=rng.integers(2**30))
-                next_observations = episode.replay(env)
+                next_observations = episode.start(env)  # of the next episode: nobody learns from it
             memory.add(observations, actions, rewards, terminals, truncations, next_observations)  # l. 5
             observations = next_observations
 
             # DIFFERS: no target update without a gradient step since the last one, when all cumulated losses are 0.
             if step % args.target_period == 0 and state.cumulated_losses.any():  # l. 12
-                norms = jax.vmap(optax.tree.norm)(state.params)  # not finite if a weight is not
-                losses = np.where(np.isfinite(norms), state.cumulated_losses, np.inf)
-                if not np.isfinite(losses).any():
-                    fail(f"all networks have diverged by step {step}; try a lower --learning-rate")
+                losses = checked_losses(state, step)
                 target_idx = losses.argmin()  # l. 13
                 state = state._replace(target_params=network_at(state.params, target_idx))
                 parents = select_population(rng, losses, args.tournament_size)  # l. 14
@@ -543,13 +524,17 @@ def train(args: Args) -> Path:
                 checkpoint = {"state": state, "memory": memory.saved(), "episode": episode.saved()}
                 layers = {"target": getattr(network, "layers", {})}  # without them `play_policy.py` cannot play it
                 run.save({"target": state.target_params}, layers, checkpoint, metrics)
-        first_update = (args.learning_starts // args.gradient_period + 1) * args.gradient_period
-        if step // args.target_period * args.target_period < first_update:
+        first_gradient_step = (args.learning_starts // args.gradient_period + 1) * args.gradient_period
+        last_target_update = step // args.target_period * args.target_period
+        if last_target_update < first_gradient_step:
             print("The policy is an untrained network: no target update came after a gradient step")
     return run.folder
 
 
 # ---- Run: folder, curves, progress bar, checkpoint, policy file ------------------------------------------------------
+SHOWN = {"charts/episodic_return": "return", "eval/episodic_return": "evaluation", "sparsity/target": "sparsity"}
+
+
 def arrays_by_name(tree) -> dict:
     """`{"state/params/params/Conv_0/kernel": ..., ...}`"""
     leaves = jax.tree.leaves_with_path(jax.device_get(tree))
@@ -580,6 +565,32 @@ def read_npz(path: Path) -> tuple[dict, dict]:
         fail(f"{path} is damaged")
 
 
+def load_args(args: Args) -> Args:
+    """With --resume, the flags of that run."""
+    folder = args.resume
+    if not (folder / "args.json").exists():
+        fail(f"{folder} is not the folder of a run")
+    try:
+        flags = dict(json.loads((folder / "args.json").read_text()))
+    except (ValueError, TypeError):
+        fail(f"{folder / 'args.json'} is damaged")
+    script, differing = flags.pop("script", "another script"), sorted(flags.keys() ^ vars(args).keys())
+    if script != Path(__file__).stem:
+        fail(f"{folder} is a run of {script}")
+    if differing:
+        fail(f"{folder} is a run of another version of this script: it differs in {', '.join(differing)}")
+    checkpoint, policy = folder / "checkpoint.npz", folder / "policy.npz"
+    if not checkpoint.exists() and policy.exists() and read_npz(policy)[0]["step"] == flags["total_timesteps"]:
+        print(f"{folder} is finished")
+        sys.exit()
+    filelock.FileLock(folder / "in_use.lock").acquire(blocking=False)  # an error if the run is under way
+    if not checkpoint.exists():
+        fail(f"{folder} has no checkpoint to go on from")
+    flags = {name: tuple(x) if isinstance(x, list) else x for name, x in flags.items()}
+    flags |= {name: Path(x) for name, x in flags.items() if name.endswith("_dir")}
+    return Args(**flags | {"resume": folder})
+
+
 class Run:
     """A run as a person sees it: its folder, its curves, its progress. Ctrl-C and SIGTERM end it after a step."""
 
@@ -589,10 +600,10 @@ class Run:
         self.folder = args.resume or args.runs_dir / name
         self.step, self.shown = 0, {}
         self.stop_signal, self.stopped, self.handlers = None, False, {}
-        self.lock = filelock.FileLock(self.folder / "in_use.lock")  # makes the folder, too
-        self.lock.acquire(blocking=False)
         with contextlib.suppress(ValueError):  # outside the main thread Python allows no handlers
             self.handlers = {x: signal.signal(x, self.interrupt) for x in (signal.SIGINT, signal.SIGTERM)}
+        self.lock = filelock.FileLock(self.folder / "in_use.lock")
+        self.lock.acquire(blocking=False)  # makes the folder, too
 
     def interrupt(self, signum: int, _) -> None:
         if self.stop_signal and signum == signal.SIGINT:  # a second Ctrl-C does not wait for the end of the step
@@ -621,16 +632,16 @@ class Run:
         saved = jax.tree.unflatten(jax.tree.structure(fresh), [arrays[name] for name in expected])
         return saved | {"state": jax.device_put(saved["state"]), "metrics": about["metrics"]}
 
-    def steps(self, learning_starts: int = 0, stride: int = 1):
+    def steps(self, timed_after: int = 0, stride: int = 1):
         """Counts the steps, until the last one or until a signal has come."""
         device = jax.default_backend().upper()
         print(f"Run folder {self.folder}, on the {device}, after {self.step:,} steps", flush=True)
-        timed_from = max(self.step, learning_starts) + 100  # by then updates run, and have compiled
-        total, look = self.args.total_timesteps, {}
-        if not sys.stdout.isatty():  # then a line now and then; intervals in seconds
-            look = {"bar_format": "{n:,}/{total:,} steps, {rate_fmt}, {remaining} left{postfix}\n"}
-            look |= {"mininterval": 30, "maxinterval": 60}
-        bar = tqdm(total=total, initial=self.step, unit=" steps", file=sys.stdout, dynamic_ncols=True, **look)
+        timed_from = max(self.step, timed_after) + 100  # by then updates run, and have compiled
+        total, style = self.args.total_timesteps, {"dynamic_ncols": True}
+        if not sys.stdout.isatty():  # then a line every half minute
+            line = "{n:,}/{total:,} steps, {rate_fmt}, {remaining} left{postfix}\n"
+            style = {"bar_format": line, "mininterval": 30, "maxinterval": 60}
+        bar = tqdm(total=total, initial=self.step, unit=" steps", file=sys.stdout, **style)
         with contextlib.closing(EventFileWriter(str(self.folder))) as self.writer, bar as self.bar:
             while self.step < total and not self.stopped:
                 self.step += stride

@@ -44,7 +44,6 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from tqdm import tqdm
 
 LOG_PERIOD = 1_000  # steps between two points of the curves that have a value at every step
-SHOWN = {"charts/episodic_return": "return", "eval/episodic_return": "evaluation", "sparsity/target": "sparsity"}
 Distribution = Literal["erk", "uniform", "global"]  # of the sparsity over the tensors of a network
 EVAL_SEED = 10_000  # of the first episode of every evaluation; the next ones count up
 
@@ -104,31 +103,6 @@ def check_args(args: Args) -> None:
                 fail(f"{flag} must be from {smallest} to {largest}{others}, not {getattr(args, name)}")
 
 
-def load_args(args: Args) -> Args:
-    """With --resume, the flags of that run."""
-    folder = args.resume
-    if not (folder / "args.json").exists():
-        fail(f"{folder} is not the folder of a run")
-    try:
-        flags = dict(json.loads((folder / "args.json").read_text()))
-    except (ValueError, TypeError):
-        fail(f"{folder / 'args.json'} is damaged")
-    script, differing = flags.pop("script", "another script"), sorted(flags.keys() ^ vars(args).keys())
-    if script != Path(__file__).stem:
-        fail(f"{folder} is a run of {script}")
-    if differing:
-        fail(f"{folder} is a run of another version of this script: it differs in {', '.join(differing)}")
-    if not (folder / "checkpoint.npz").exists():
-        if (folder / "policy.npz").exists() and read_npz(folder / "policy.npz")[0]["step"] == flags["total_timesteps"]:
-            print(f"{folder} is finished")
-            sys.exit()
-        filelock.FileLock(folder / "in_use.lock").acquire(blocking=False)  # an error if the run is under way
-        fail(f"{folder} has no checkpoint to go on from")
-    flags = {name: tuple(x) if isinstance(x, list) else x for name, x in flags.items()}
-    flags |= {name: Path(x) for name, x in flags.items() if name.endswith("_dir")}
-    return Args(**flags | {"resume": folder})
-
-
 # ---- Environment -----------------------------------------------------------------------------------------------------
 def canonical_name(env_id: str) -> str:
     """One spelling for all: `Ant-v5` for `ant`, `Ant` and `ant-v5`. Older versions need older packages."""
@@ -154,8 +128,8 @@ class Episode:
     def __init__(self, seed: int, actions: list | np.ndarray = (), score: float = 0.0):
         self.seed, self.actions, self.score = int(seed), list(actions), float(score)
 
-    def replay(self, env):
-        """The observation after its actions. Without actions yet, the first one."""
+    def start(self, env):
+        """The first observation, or the one after the actions so far."""
         observation, _ = env.reset(seed=self.seed)
         for action in self.actions:
             observation = env.step(action)[0]
@@ -291,14 +265,6 @@ def sparsity_of(masks) -> float:
     return float(1 - sum(mask.sum() for mask in prunable) / sum(mask.size for mask in prunable))
 
 
-@jax.jit
-def count_distinct(params) -> jax.Array:
-    """Different networks of a population: copies of one parent, pruned to the same sparsity, are equal."""
-    tensors = [x.reshape(len(x), -1) for x in jax.tree.leaves(params)]
-    equal = jnp.stack([(x[:, None] == x).all(axis=-1) for x in tensors]).all(axis=0)  # (K, K)
-    return (~jnp.tril(equal, -1).any(axis=1)).sum()  # those that equal none before them
-
-
 def polynomial_sparsity(step: int, total_steps: int, final_sparsity, start, end, power) -> float:
     """Eq. (2): from 0 at `start` to `final_sparsity` at `end`, both shares of `total_steps`."""
     progress = (step - start * total_steps) / ((end - start) * total_steps or 1)
@@ -325,7 +291,9 @@ def select_population(rng: np.random.Generator, losses: np.ndarray, tournament_s
         selected.append(drawn[losses[drawn].argmin()])
     parents = np.arange(len(losses))
     free_slots = [k for k in parents if k not in selected]
-    parents[free_slots] = [k for i, k in enumerate(selected) if k in selected[:i]]  # the second selections and further
+    for i, k in enumerate(selected):
+        if k in selected[:i]:  # its second selection, or a further one
+            parents[free_slots.pop(0)] = k
     return parents
 
 
@@ -356,7 +324,7 @@ def network_at(stacked, idx):
     return jax.tree.map(lambda x: x[idx], stacked)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@jax.jit(static_argnums=(0, 1, 2))
 def init_agent(args: Args, actor: Actor, critic: Critic, key: jax.Array, observation: np.ndarray) -> AgentState:
     actor_key, critic_key = jax.random.split(key)
     actor_params, log_temperature = actor.init(actor_key, observation), jnp.zeros(())
@@ -450,7 +418,7 @@ def draw_networks(uniform: jax.Array, losses: jax.Array) -> jax.Array:
     return (uniform[:, None] >= ends).sum(axis=1)  # (2,): in whose stretch `uniform` lies
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 5), donate_argnums=3)
+@jax.jit(static_argnums=(0, 1, 2, 5), donate_argnums=3)
 def learn(args: Args, actor: Actor, critic: Critic, state: AgentState, draws: Draws, with_actor: bool):
     """Alg. 2, l. 4-12. The actor learns from the last of the `utd` batches."""
     for i in range(args.utd):
@@ -469,20 +437,19 @@ def learn(args: Args, actor: Actor, critic: Critic, state: AgentState, draws: Dr
 def prune_critic_copies(args: Args, rng: np.random.Generator, state: AgentState, parents: np.ndarray, step: int):
     """Alg. 2, l. 15: slot (i, k) gets network (i, parents[i, k]); copies are pruned to a sparsity drawn by Eq. (3)."""
     next_step = step + args.pruning_period
-    sparsities = np.array(state.sparsities)
+    sparsities = np.array(state.sparsities, float)
     masks = [[network_at(state.masks, (i, parent)) for parent in parents[i]] for i in range(2)]
     for i, k in np.argwhere(parents != np.arange(args.n_networks)):
         parent = i, parents[i, k]
         noise = rng.uniform(0, args.max_noise)
-        sparsity = float(sparsities[parent])
-        sparsity = next_sparsity(sparsity, noise, step, next_step, args.total_timesteps, args.max_speed)
-        sparsities[i, k] = sparsity = min(sparsity, 1 - 1e-6)  # `magnitude_masks` wants less than 1
-        masks[i][k] = magnitude_masks(network_at(state.params, parent), sparsity, args.sparsity_distribution)
+        sparsity = next_sparsity(sparsities[parent], noise, step, next_step, args.total_timesteps, args.max_speed)
+        sparsities[i, k] = min(sparsity, 1 - 1e-6)  # `magnitude_masks` wants less than 1
+        masks[i][k] = magnitude_masks(network_at(state.params, parent), sparsities[i, k], args.sparsity_distribution)
     masks = jax.tree.map(lambda *x: jnp.stack(x).reshape(2, args.n_networks, *x[0].shape), *masks[0], *masks[1])
     return next_critics(args, state, parents, masks, sparsities)
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+@jax.jit(static_argnums=0, donate_argnums=1)
 def next_critics(args: Args, state: AgentState, parents, masks, sparsities) -> AgentState:
     """Networks gathered by `parents`, on the device. Those that stay keep their Adam, copies start a new one."""
     idx = jnp.arange(2)[:, None], parents
@@ -503,8 +470,16 @@ def prune_actor(args: Args, state: AgentState, step: int) -> AgentState:
     return state._replace(actor_params=jax.tree.map(jnp.multiply, state.actor_params, masks), actor_masks=masks)
 
 
+@jax.jit
+def count_distinct(params) -> jax.Array:
+    """Different networks of a population: copies of one parent, pruned to the same sparsity, are equal."""
+    tensors = [x.reshape(len(x), -1) for x in jax.tree.leaves(params)]
+    equal = jnp.stack([(x[:, None] == x).all(axis=-1) for x in tensors]).all(axis=0)  # (K, K)
+    return (~jnp.tril(equal, -1).any(axis=1)).sum()  # those that equal none before them
+
+
 # ---- Acting ----------------------------------------------------------------------------------------------------------
-@functools.partial(jax.jit, static_argnums=0)
+@jax.jit(static_argnums=0)
 def policy_actions(actor: Actor, params, observations: np.ndarray, noise: np.ndarray | float) -> jax.Array:
     """Without noise, the deterministic policy."""
     return squashed_gaussian(*actor.apply(params, observations), noise)[0]
@@ -537,11 +512,11 @@ def train(args: Args) -> Path:
     with contextlib.closing(Run(args, rng)) as run:
         check_room(args, run.folder, memory.rows.nbytes)
         episode = Episode(seed=rng.integers(2**31))
-        saved = run.restore(state=state, memory=memory.saved(), episode=episode.saved())  # as given, if new
+        saved = run.restore(state=state, memory=memory.saved(), episode=episode.saved())  # these, in a new run
         state, metrics, episode = saved["state"], saved["metrics"], Episode(**saved["episode"])
         memory.load(**saved["memory"])
-        observation = episode.replay(env)
-        for step in run.steps(args.learning_starts):  # l. 2
+        observation = episode.start(env)
+        for step in run.steps(timed_after=args.learning_starts):  # l. 2
             if step <= args.learning_starts:
                 action = rng.uniform(-1, 1, n_actions).astype(np.float32)  # as the memory stores it
             else:
@@ -562,7 +537,7 @@ def train(args: Args) -> Path:
             if terminal or truncation:
                 run.log({"charts/episodic_return": episode.score, "charts/episodic_length": len(episode.actions)})
                 episode = Episode(seed=rng.integers(2**31))
-                next_observation = episode.replay(env)
+                next_observation = episode.start(env)  # of the next episode: nobody learns from it
             observation = next_observation
 
             # DIFFERS: no tournament before the first gradient step, when all cumulated losses are 0.
@@ -597,6 +572,9 @@ def train(args: Args) -> Path:
 
 
 # ---- Run: folder, curves, progress bar, checkpoint, policy file ------------------------------------------------------
+SHOWN = {"charts/episodic_return": "return", "eval/episodic_return": "evaluation", "sparsity/target": "sparsity"}
+
+
 def arrays_by_name(tree) -> dict:
     """`{"state/params/params/Conv_0/kernel": ..., ...}`"""
     leaves = jax.tree.leaves_with_path(jax.device_get(tree))
@@ -627,6 +605,32 @@ def read_npz(path: Path) -> tuple[dict, dict]:
         fail(f"{path} is damaged")
 
 
+def load_args(args: Args) -> Args:
+    """With --resume, the flags of that run."""
+    folder = args.resume
+    if not (folder / "args.json").exists():
+        fail(f"{folder} is not the folder of a run")
+    try:
+        flags = dict(json.loads((folder / "args.json").read_text()))
+    except (ValueError, TypeError):
+        fail(f"{folder / 'args.json'} is damaged")
+    script, differing = flags.pop("script", "another script"), sorted(flags.keys() ^ vars(args).keys())
+    if script != Path(__file__).stem:
+        fail(f"{folder} is a run of {script}")
+    if differing:
+        fail(f"{folder} is a run of another version of this script: it differs in {', '.join(differing)}")
+    checkpoint, policy = folder / "checkpoint.npz", folder / "policy.npz"
+    if not checkpoint.exists() and policy.exists() and read_npz(policy)[0]["step"] == flags["total_timesteps"]:
+        print(f"{folder} is finished")
+        sys.exit()
+    filelock.FileLock(folder / "in_use.lock").acquire(blocking=False)  # an error if the run is under way
+    if not checkpoint.exists():
+        fail(f"{folder} has no checkpoint to go on from")
+    flags = {name: tuple(x) if isinstance(x, list) else x for name, x in flags.items()}
+    flags |= {name: Path(x) for name, x in flags.items() if name.endswith("_dir")}
+    return Args(**flags | {"resume": folder})
+
+
 class Run:
     """A run as a person sees it: its folder, its curves, its progress. Ctrl-C and SIGTERM end it after a step."""
 
@@ -636,10 +640,10 @@ class Run:
         self.folder = args.resume or args.runs_dir / name
         self.step, self.shown = 0, {}
         self.stop_signal, self.stopped, self.handlers = None, False, {}
-        self.lock = filelock.FileLock(self.folder / "in_use.lock")  # makes the folder, too
-        self.lock.acquire(blocking=False)
         with contextlib.suppress(ValueError):  # outside the main thread Python allows no handlers
             self.handlers = {x: signal.signal(x, self.interrupt) for x in (signal.SIGINT, signal.SIGTERM)}
+        self.lock = filelock.FileLock(self.folder / "in_use.lock")
+        self.lock.acquire(blocking=False)  # makes the folder, too
 
     def interrupt(self, signum: int, _) -> None:
         if self.stop_signal and signum == signal.SIGINT:  # a second Ctrl-C does not wait for the end of the step
@@ -668,16 +672,16 @@ class Run:
         saved = jax.tree.unflatten(jax.tree.structure(fresh), [arrays[name] for name in expected])
         return saved | {"state": jax.device_put(saved["state"]), "metrics": about["metrics"]}
 
-    def steps(self, learning_starts: int = 0, stride: int = 1):
+    def steps(self, timed_after: int = 0, stride: int = 1):
         """Counts the steps, until the last one or until a signal has come."""
         device = jax.default_backend().upper()
         print(f"Run folder {self.folder}, on the {device}, after {self.step:,} steps", flush=True)
-        timed_from = max(self.step, learning_starts) + 100  # by then updates run, and have compiled
-        total, look = self.args.total_timesteps, {}
-        if not sys.stdout.isatty():  # then a line now and then; intervals in seconds
-            look = {"bar_format": "{n:,}/{total:,} steps, {rate_fmt}, {remaining} left{postfix}\n"}
-            look |= {"mininterval": 30, "maxinterval": 60}
-        bar = tqdm(total=total, initial=self.step, unit=" steps", file=sys.stdout, dynamic_ncols=True, **look)
+        timed_from = max(self.step, timed_after) + 100  # by then updates run, and have compiled
+        total, style = self.args.total_timesteps, {"dynamic_ncols": True}
+        if not sys.stdout.isatty():  # then a line every half minute
+            line = "{n:,}/{total:,} steps, {rate_fmt}, {remaining} left{postfix}\n"
+            style = {"bar_format": line, "mininterval": 30, "maxinterval": 60}
+        bar = tqdm(total=total, initial=self.step, unit=" steps", file=sys.stdout, **style)
         with contextlib.closing(EventFileWriter(str(self.folder))) as self.writer, bar as self.bar:
             while self.step < total and not self.stopped:
                 self.step += stride

@@ -48,7 +48,6 @@ from tqdm import tqdm
 
 FRAME, STACK = (84, 84), 4  # pixels of a frame, frames of an observation
 LOG_PERIOD = 1_000  # steps between two points of the curves that have a value at every step
-SHOWN = {"charts/episodic_return": "return", "eval/episodic_return": "evaluation", "sparsity/target": "sparsity"}
 Distribution = Literal["erk", "uniform", "global"]  # of the sparsity over the tensors of a network
 
 
@@ -104,31 +103,6 @@ def check_args(args: Args) -> None:
                 fail(f"{flag} must be from {smallest} to {largest}{others}, not {getattr(args, name)}")
 
 
-def load_args(args: Args) -> Args:
-    """With --resume, the flags of that run."""
-    folder = args.resume
-    if not (folder / "args.json").exists():
-        fail(f"{folder} is not the folder of a run")
-    try:
-        flags = dict(json.loads((folder / "args.json").read_text()))
-    except (ValueError, TypeError):
-        fail(f"{folder / 'args.json'} is damaged")
-    script, differing = flags.pop("script", "another script"), sorted(flags.keys() ^ vars(args).keys())
-    if script != Path(__file__).stem:
-        fail(f"{folder} is a run of {script}")
-    if differing:
-        fail(f"{folder} is a run of another version of this script: it differs in {', '.join(differing)}")
-    if not (folder / "checkpoint.npz").exists():
-        if (folder / "policy.npz").exists() and read_npz(folder / "policy.npz")[0]["step"] == flags["total_timesteps"]:
-            print(f"{folder} is finished")
-            sys.exit()
-        filelock.FileLock(folder / "in_use.lock").acquire(blocking=False)  # an error if the run is under way
-        fail(f"{folder} has no checkpoint to go on from")
-    flags = {name: tuple(x) if isinstance(x, list) else x for name, x in flags.items()}
-    flags |= {name: Path(x) for name, x in flags.items() if name.endswith("_dir")}
-    return Args(**flags | {"resume": folder})
-
-
 # ---- Environment -----------------------------------------------------------------------------------------------------
 def canonical_name(env_id: str) -> str:
     """One spelling for all: `MsPacman` for `ALE/MsPacman-v5`, `mspacman` and `ms_pacman`."""
@@ -181,7 +155,7 @@ class Batch(NamedTuple):
 REPLAY_FILE = "$store$_{}_ckpt.{}.gz"  # of a member, with a number
 REPLAY_MEMBERS = {"observation": np.uint8, "action": np.int32, "reward": np.float32, "terminal": np.uint8}
 NO_DATASET = """--dataset-dir is missing, a folder of $store$_*_ckpt.N.gz files: from gs://atari-replay-datasets
-(see the README), or your own: python play_policy.py runs/.../policy.npz --record-dir data/Pong"""
+(see the README), or your own, which play_policy.py writes with --record-dir data/Pong"""
 
 
 def read_rows(path: Path, dtype: type, n_rows: int) -> np.ndarray:
@@ -281,7 +255,7 @@ class ReplayData:
 
 # ---- Network ---------------------------------------------------------------------------------------------------------
 def xavier_uniform(key: jax.Array, shape: tuple[int, ...], dtype: type) -> jax.Array:
-    """Drawn flat, since XLA needs up to ten times as long to compile a draw with four axes: 16 s at the start."""
+    """Drawn flat, since XLA needs up to ten times as long to compile a draw with four axes."""
     fan_in, fan_out = (math.prod(shape[:-2]) * n for n in shape[-2:])
     limit = math.sqrt(6 / (fan_in + fan_out))
     return jax.random.uniform(key, (math.prod(shape),), dtype, -limit, limit).reshape(shape)
@@ -394,7 +368,7 @@ def make_optimizer(args: Args) -> optax.GradientTransformation:
     return optax.adam(args.learning_rate, eps=args.adam_epsilon)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@jax.jit(static_argnums=(0, 1))
 def init_agent(args: Args, network: QNetwork, key: jax.Array) -> AgentState:
     params = network.init(key, np.zeros((1, STACK, *FRAME), np.uint8))
     return AgentState(
@@ -428,7 +402,7 @@ def learn(args: Args, network: QNetwork, state: AgentState, batch: Batch) -> tup
     return state, {"losses/cql_loss": loss, "losses/q_values": q_value}
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+@jax.jit(static_argnums=(0, 1), donate_argnums=2)
 def learn_many(args: Args, network: QNetwork, state: AgentState, batches: Batch) -> tuple[AgentState, dict]:
     """Many gradient steps in one call, `batches` being stacked. For a single one there is no loop."""
     if len(batches.actions) == 1:
@@ -453,7 +427,7 @@ def prune(args: Args, state: AgentState, step: int) -> AgentState:
 
 
 # ---- Acting ----------------------------------------------------------------------------------------------------------
-@functools.partial(jax.jit, static_argnums=0)
+@jax.jit(static_argnums=0)
 def greedy_actions(network: QNetwork, params, observations: np.ndarray) -> jax.Array:
     return network.apply(params, observations).argmax(axis=1)
 
@@ -485,7 +459,7 @@ def train(args: Args) -> Path:
     network = QNetwork(args.features, int(env.single_action_space.n))
     state = init_agent(args, network, jax.random.key(args.seed))  # Alg. 1, l. 1
     with contextlib.closing(Run(args, rng)) as run:
-        saved = run.restore(state=state, data=ReplayData.EMPTY)  # as given, if new
+        saved = run.restore(state=state, data=ReplayData.EMPTY)  # these, in a new run
         state, metrics = saved["state"], saved["metrics"]
         data = ReplayData(args, rng, network.n_actions, **saved["data"])
         periods = args.checkpoint_period, args.pruning_period, args.target_period, args.epoch_steps
@@ -523,6 +497,9 @@ def train(args: Args) -> Path:
 
 
 # ---- Run: folder, curves, progress bar, checkpoint, policy file ------------------------------------------------------
+SHOWN = {"charts/episodic_return": "return", "eval/episodic_return": "evaluation", "sparsity/target": "sparsity"}
+
+
 def arrays_by_name(tree) -> dict:
     """`{"state/params/params/Conv_0/kernel": ..., ...}`"""
     leaves = jax.tree.leaves_with_path(jax.device_get(tree))
@@ -553,6 +530,32 @@ def read_npz(path: Path) -> tuple[dict, dict]:
         fail(f"{path} is damaged")
 
 
+def load_args(args: Args) -> Args:
+    """With --resume, the flags of that run."""
+    folder = args.resume
+    if not (folder / "args.json").exists():
+        fail(f"{folder} is not the folder of a run")
+    try:
+        flags = dict(json.loads((folder / "args.json").read_text()))
+    except (ValueError, TypeError):
+        fail(f"{folder / 'args.json'} is damaged")
+    script, differing = flags.pop("script", "another script"), sorted(flags.keys() ^ vars(args).keys())
+    if script != Path(__file__).stem:
+        fail(f"{folder} is a run of {script}")
+    if differing:
+        fail(f"{folder} is a run of another version of this script: it differs in {', '.join(differing)}")
+    checkpoint, policy = folder / "checkpoint.npz", folder / "policy.npz"
+    if not checkpoint.exists() and policy.exists() and read_npz(policy)[0]["step"] == flags["total_timesteps"]:
+        print(f"{folder} is finished")
+        sys.exit()
+    filelock.FileLock(folder / "in_use.lock").acquire(blocking=False)  # an error if the run is under way
+    if not checkpoint.exists():
+        fail(f"{folder} has no checkpoint to go on from")
+    flags = {name: tuple(x) if isinstance(x, list) else x for name, x in flags.items()}
+    flags |= {name: Path(x) for name, x in flags.items() if name.endswith("_dir")}
+    return Args(**flags | {"resume": folder})
+
+
 class Run:
     """A run as a person sees it: its folder, its curves, its progress. Ctrl-C and SIGTERM end it after a step."""
 
@@ -562,10 +565,10 @@ class Run:
         self.folder = args.resume or args.runs_dir / name
         self.step, self.shown = 0, {}
         self.stop_signal, self.stopped, self.handlers = None, False, {}
-        self.lock = filelock.FileLock(self.folder / "in_use.lock")  # makes the folder, too
-        self.lock.acquire(blocking=False)
         with contextlib.suppress(ValueError):  # outside the main thread Python allows no handlers
             self.handlers = {x: signal.signal(x, self.interrupt) for x in (signal.SIGINT, signal.SIGTERM)}
+        self.lock = filelock.FileLock(self.folder / "in_use.lock")
+        self.lock.acquire(blocking=False)  # makes the folder, too
 
     def interrupt(self, signum: int, _) -> None:
         if self.stop_signal and signum == signal.SIGINT:  # a second Ctrl-C does not wait for the end of the step
@@ -594,16 +597,16 @@ class Run:
         saved = jax.tree.unflatten(jax.tree.structure(fresh), [arrays[name] for name in expected])
         return saved | {"state": jax.device_put(saved["state"]), "metrics": about["metrics"]}
 
-    def steps(self, learning_starts: int = 0, stride: int = 1):
+    def steps(self, timed_after: int = 0, stride: int = 1):
         """Counts the steps, until the last one or until a signal has come."""
         device = jax.default_backend().upper()
         print(f"Run folder {self.folder}, on the {device}, after {self.step:,} steps", flush=True)
-        timed_from = max(self.step, learning_starts) + 100  # by then updates run, and have compiled
-        total, look = self.args.total_timesteps, {}
-        if not sys.stdout.isatty():  # then a line now and then; intervals in seconds
-            look = {"bar_format": "{n:,}/{total:,} steps, {rate_fmt}, {remaining} left{postfix}\n"}
-            look |= {"mininterval": 30, "maxinterval": 60}
-        bar = tqdm(total=total, initial=self.step, unit=" steps", file=sys.stdout, dynamic_ncols=True, **look)
+        timed_from = max(self.step, timed_after) + 100  # by then updates run, and have compiled
+        total, style = self.args.total_timesteps, {"dynamic_ncols": True}
+        if not sys.stdout.isatty():  # then a line every half minute
+            line = "{n:,}/{total:,} steps, {rate_fmt}, {remaining} left{postfix}\n"
+            style = {"bar_format": line, "mininterval": 30, "maxinterval": 60}
+        bar = tqdm(total=total, initial=self.step, unit=" steps", file=sys.stdout, **style)
         with contextlib.closing(EventFileWriter(str(self.folder))) as self.writer, bar as self.bar:
             while self.step < total and not self.stopped:
                 self.step += stride

@@ -13,7 +13,6 @@ Learning", 2025, after Obando-Ceron et al., 2024. "l. 4" is a line of the paper'
 
 import contextlib
 import dataclasses
-import functools
 import json
 import math
 import os
@@ -43,7 +42,6 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from tqdm import tqdm
 
 LOG_PERIOD = 1_000  # steps between two points of the curves that have a value at every step
-SHOWN = {"charts/episodic_return": "return", "eval/episodic_return": "evaluation", "sparsity/target": "sparsity"}
 Distribution = Literal["erk", "uniform", "global"]  # of the sparsity over the tensors of a network
 
 
@@ -97,34 +95,8 @@ def check_args(args: Args) -> None:
                 fail(f"{flag} must be from {smallest} to {largest}{others}, not {getattr(args, name)}")
 
 
-def load_args(args: Args) -> Args:
-    """With --resume, the flags of that run."""
-    folder = args.resume
-    if not (folder / "args.json").exists():
-        fail(f"{folder} is not the folder of a run")
-    try:
-        flags = dict(json.loads((folder / "args.json").read_text()))
-    except (ValueError, TypeError):
-        fail(f"{folder / 'args.json'} is damaged")
-    script, differing = flags.pop("script", "another script"), sorted(flags.keys() ^ vars(args).keys())
-    if script != Path(__file__).stem:
-        fail(f"{folder} is a run of {script}")
-    if differing:
-        fail(f"{folder} is a run of another version of this script: it differs in {', '.join(differing)}")
-    if not (folder / "checkpoint.npz").exists():
-        if (folder / "policy.npz").exists() and read_npz(folder / "policy.npz")[0]["step"] == flags["total_timesteps"]:
-            print(f"{folder} is finished")
-            sys.exit()
-        filelock.FileLock(folder / "in_use.lock").acquire(blocking=False)  # an error if the run is under way
-        fail(f"{folder} has no checkpoint to go on from")
-    flags = {name: tuple(x) if isinstance(x, list) else x for name, x in flags.items()}
-    flags |= {name: Path(x) for name, x in flags.items() if name.endswith("_dir")}
-    return Args(**flags | {"resume": folder})
-
-
 # ---- Environment -----------------------------------------------------------------------------------------------------
-GAMES = {"Asterix": "asterix", "Breakout": "breakout", "Freeway": "freeway", "Seaquest": "seaquest"}
-GAMES["SpaceInvaders"] = "space_invaders"  # the package's spelling
+GAMES = "Asterix", "Breakout", "Freeway", "Seaquest", "SpaceInvaders"
 
 
 def canonical_name(env_id: str) -> str:
@@ -140,7 +112,8 @@ class MinAtarEnv:
     """A game (Young and Tian, 2019) with its smallest action set, sticky actions and growing difficulty."""
 
     def __init__(self, env_id: str, horizon: int):
-        self.game = minatar.Environment(GAMES[canonical_name(env_id)], sticky_action_prob=0.1, difficulty_ramping=True)
+        name = re.sub("(?<=[a-z])(?=[A-Z])", "_", canonical_name(env_id)).lower()  # space_invaders in the package
+        self.game = minatar.Environment(name, sticky_action_prob=0.1, difficulty_ramping=True)
         self.action_set = self.game.minimal_action_set()
         self.horizon = horizon
 
@@ -164,8 +137,8 @@ class Episode:
     def __init__(self, seed: int, actions: list | np.ndarray = (), score: float = 0.0):
         self.seed, self.actions, self.score = int(seed), list(actions), float(score)
 
-    def replay(self, env):
-        """The observation after its actions. Without actions yet, the first one."""
+    def start(self, env):
+        """The first observation, or the one after the actions so far."""
         observation, _ = env.reset(seed=self.seed)
         for action in self.actions:
             observation = env.step(action)[0]
@@ -222,7 +195,7 @@ class GridMemory:
 
 # ---- Network ---------------------------------------------------------------------------------------------------------
 def xavier_uniform(key: jax.Array, shape: tuple[int, ...], dtype: type) -> jax.Array:
-    """Drawn flat, since XLA needs up to ten times as long to compile a draw with four axes: 16 s at the start."""
+    """Drawn flat, since XLA needs up to ten times as long to compile a draw with four axes."""
     fan_in, fan_out = (math.prod(shape[:-2]) * n for n in shape[-2:])
     limit = math.sqrt(6 / (fan_in + fan_out))
     return jax.random.uniform(key, (math.prod(shape),), dtype, -limit, limit).reshape(shape)
@@ -319,7 +292,7 @@ def make_optimizer(args: Args) -> optax.GradientTransformation:
     return optax.adam(args.learning_rate, eps=args.adam_epsilon)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@jax.jit(static_argnums=(0, 1))
 def init_agent(args: Args, network: QNetwork, key: jax.Array, observations: np.ndarray) -> AgentState:
     params = network.init(key, observations)
     return AgentState(
@@ -332,7 +305,7 @@ def init_agent(args: Args, network: QNetwork, key: jax.Array, observations: np.n
 
 
 # ---- Learning --------------------------------------------------------------------------------------------------------
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+@jax.jit(static_argnums=(0, 1), donate_argnums=2)
 def learn(args: Args, network: QNetwork, state: AgentState, batch: Batch) -> tuple[AgentState, dict]:
     """Alg. 1, l. 8-11 for a single network: one gradient step of DQN, under the mask."""
     next_values = network.apply(state.target_params, batch.next_observations).max(axis=1)  # (batch,)
@@ -362,7 +335,7 @@ def prune(args: Args, state: AgentState, step: int) -> AgentState:
 
 
 # ---- Acting ----------------------------------------------------------------------------------------------------------
-@functools.partial(jax.jit, static_argnums=0)
+@jax.jit(static_argnums=0)
 def greedy_actions(network: QNetwork, params, observations: np.ndarray) -> jax.Array:
     return network.apply(params, observations).argmax(axis=1)
 
@@ -380,11 +353,11 @@ def train(args: Args) -> Path:
     memory = GridMemory(min(args.buffer_size, args.total_timesteps), shape)
     with contextlib.closing(Run(args, rng)) as run:
         episode = Episode(seed=rng.integers(2**30))
-        saved = run.restore(state=state, memory=memory.saved(), episode=episode.saved())  # as given, if new
+        saved = run.restore(state=state, memory=memory.saved(), episode=episode.saved())  # these, in a new run
         state, metrics, episode = saved["state"], saved["metrics"], Episode(**saved["episode"])
         memory.load(**saved["memory"])
-        observation = episode.replay(env)
-        for step in run.steps(args.learning_starts):  # l. 2
+        observation = episode.start(env)
+        for step in run.steps(timed_after=args.learning_starts):  # l. 2
             epsilon = np.interp(step, (0, args.epsilon_duration), (1, args.epsilon_end))
             if rng.random() < epsilon:  # l. 4
                 action = rng.integers(network.n_actions)
@@ -400,7 +373,7 @@ def train(args: Args) -> Path:
             if terminal or truncation:
                 run.log({"charts/episodic_return": episode.score, "charts/episodic_length": len(episode.actions)})
                 episode = Episode(seed=rng.integers(2**30))
-                next_observation = episode.replay(env)
+                next_observation = episode.start(env)  # of the next episode: nobody learns from it
             memory.add(observation, action, reward, terminal, truncation, next_observation)  # l. 5
             observation = next_observation
 
@@ -419,13 +392,17 @@ def train(args: Args) -> Path:
                 checkpoint = {"state": state, "memory": memory.saved(), "episode": episode.saved()}
                 layers = {"target": getattr(network, "layers", {})}  # without them `play_policy.py` cannot play it
                 run.save({"target": state.target_params}, layers, checkpoint, metrics)
-        first_update = (args.learning_starts // args.gradient_period + 1) * args.gradient_period
-        if step // args.target_period * args.target_period < first_update:
+        first_gradient_step = (args.learning_starts // args.gradient_period + 1) * args.gradient_period
+        last_target_update = step // args.target_period * args.target_period
+        if last_target_update < first_gradient_step:
             print("The policy is an untrained network: no target update came after a gradient step")
     return run.folder
 
 
 # ---- Run: folder, curves, progress bar, checkpoint, policy file ------------------------------------------------------
+SHOWN = {"charts/episodic_return": "return", "eval/episodic_return": "evaluation", "sparsity/target": "sparsity"}
+
+
 def arrays_by_name(tree) -> dict:
     """`{"state/params/params/Conv_0/kernel": ..., ...}`"""
     leaves = jax.tree.leaves_with_path(jax.device_get(tree))
@@ -456,6 +433,32 @@ def read_npz(path: Path) -> tuple[dict, dict]:
         fail(f"{path} is damaged")
 
 
+def load_args(args: Args) -> Args:
+    """With --resume, the flags of that run."""
+    folder = args.resume
+    if not (folder / "args.json").exists():
+        fail(f"{folder} is not the folder of a run")
+    try:
+        flags = dict(json.loads((folder / "args.json").read_text()))
+    except (ValueError, TypeError):
+        fail(f"{folder / 'args.json'} is damaged")
+    script, differing = flags.pop("script", "another script"), sorted(flags.keys() ^ vars(args).keys())
+    if script != Path(__file__).stem:
+        fail(f"{folder} is a run of {script}")
+    if differing:
+        fail(f"{folder} is a run of another version of this script: it differs in {', '.join(differing)}")
+    checkpoint, policy = folder / "checkpoint.npz", folder / "policy.npz"
+    if not checkpoint.exists() and policy.exists() and read_npz(policy)[0]["step"] == flags["total_timesteps"]:
+        print(f"{folder} is finished")
+        sys.exit()
+    filelock.FileLock(folder / "in_use.lock").acquire(blocking=False)  # an error if the run is under way
+    if not checkpoint.exists():
+        fail(f"{folder} has no checkpoint to go on from")
+    flags = {name: tuple(x) if isinstance(x, list) else x for name, x in flags.items()}
+    flags |= {name: Path(x) for name, x in flags.items() if name.endswith("_dir")}
+    return Args(**flags | {"resume": folder})
+
+
 class Run:
     """A run as a person sees it: its folder, its curves, its progress. Ctrl-C and SIGTERM end it after a step."""
 
@@ -465,10 +468,10 @@ class Run:
         self.folder = args.resume or args.runs_dir / name
         self.step, self.shown = 0, {}
         self.stop_signal, self.stopped, self.handlers = None, False, {}
-        self.lock = filelock.FileLock(self.folder / "in_use.lock")  # makes the folder, too
-        self.lock.acquire(blocking=False)
         with contextlib.suppress(ValueError):  # outside the main thread Python allows no handlers
             self.handlers = {x: signal.signal(x, self.interrupt) for x in (signal.SIGINT, signal.SIGTERM)}
+        self.lock = filelock.FileLock(self.folder / "in_use.lock")
+        self.lock.acquire(blocking=False)  # makes the folder, too
 
     def interrupt(self, signum: int, _) -> None:
         if self.stop_signal and signum == signal.SIGINT:  # a second Ctrl-C does not wait for the end of the step
@@ -497,16 +500,16 @@ class Run:
         saved = jax.tree.unflatten(jax.tree.structure(fresh), [arrays[name] for name in expected])
         return saved | {"state": jax.device_put(saved["state"]), "metrics": about["metrics"]}
 
-    def steps(self, learning_starts: int = 0, stride: int = 1):
+    def steps(self, timed_after: int = 0, stride: int = 1):
         """Counts the steps, until the last one or until a signal has come."""
         device = jax.default_backend().upper()
         print(f"Run folder {self.folder}, on the {device}, after {self.step:,} steps", flush=True)
-        timed_from = max(self.step, learning_starts) + 100  # by then updates run, and have compiled
-        total, look = self.args.total_timesteps, {}
-        if not sys.stdout.isatty():  # then a line now and then; intervals in seconds
-            look = {"bar_format": "{n:,}/{total:,} steps, {rate_fmt}, {remaining} left{postfix}\n"}
-            look |= {"mininterval": 30, "maxinterval": 60}
-        bar = tqdm(total=total, initial=self.step, unit=" steps", file=sys.stdout, dynamic_ncols=True, **look)
+        timed_from = max(self.step, timed_after) + 100  # by then updates run, and have compiled
+        total, style = self.args.total_timesteps, {"dynamic_ncols": True}
+        if not sys.stdout.isatty():  # then a line every half minute
+            line = "{n:,}/{total:,} steps, {rate_fmt}, {remaining} left{postfix}\n"
+            style = {"bar_format": line, "mininterval": 30, "maxinterval": 60}
+        bar = tqdm(total=total, initial=self.step, unit=" steps", file=sys.stdout, **style)
         with contextlib.closing(EventFileWriter(str(self.folder))) as self.writer, bar as self.bar:
             while self.step < total and not self.stopped:
                 self.step += stride

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 
 import jax
 import numpy as np
@@ -70,4 +71,17 @@ def record_calls(script, monkeypatch, names):
 def run_script(script, flags, folder):
     """Start a script as a person does, from the command line."""
     command = [sys.executable, script.__file__, *flags.split(), "--runs-dir", folder]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT)
+
+
+def stop_script(script, flags, folder, signum):
+    """Exit code, output and errors of a script that gets a signal as soon as its run has begun."""
+    command = [sys.executable, script.__file__, *flags.split(), "--runs-dir", folder]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        hang = threading.Timer(LIMIT, process.kill)
+        hang.start()
+        begin = next((line for line in process.stdout if line.startswith("Run folder")), "")
+        process.send_signal(signum)
+        output, errors = process.communicate()
+        hang.cancel()
+    return process.returncode, begin + output, errors

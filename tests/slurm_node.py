@@ -62,11 +62,15 @@ class SlurmNode:
     def run(self, *command):
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=LIMIT).stdout
 
-    def wait_until(self, condition, seconds=LIMIT):
-        deadline = time.monotonic() + seconds
+    def wait_until(self, condition):
+        deadline = time.monotonic() + LIMIT
         while not condition():
             assert time.monotonic() < deadline, self.describe()
+            assert self.runs(), "a daemon of Slurm has ended"
             time.sleep(0.2)
+
+    def runs(self):
+        return all(daemon.poll() is None for daemon in self.daemons)
 
     def is_idle(self):
         result = subprocess.run(["sinfo", "-h", "-o", "%T"], capture_output=True, text=True, check=False)
@@ -79,5 +83,5 @@ class SlurmNode:
     def close(self):
         for daemon in self.daemons:
             daemon.terminate()
-            daemon.wait()
+            daemon.wait(LIMIT)
         os.environ.pop("SLURM_CONF")

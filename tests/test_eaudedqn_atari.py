@@ -5,8 +5,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import gymnasium
@@ -14,7 +12,17 @@ import jax
 import numpy as np
 import pytest
 from catch import CatchEnv
-from common import LIMIT, TINY, assert_trees_equal, at, final_weights, random_batch, record_calls, run_script, scalars
+from common import (
+    TINY,
+    assert_trees_equal,
+    at,
+    final_weights,
+    random_batch,
+    record_calls,
+    run_script,
+    scalars,
+    stop_script,
+)
 from reference import adam, dqn_loss, dqn_targets, finite_difference, q_values
 
 import eaudedqn_atari as script
@@ -359,15 +367,8 @@ def test_in_python_a_fraction_may_be_a_whole_number(capsys):
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signals_end_the_run_cleanly(signum, code, tmp_path):
-    flags = PONG.replace("1200", "100_000").split()
-    command = [sys.executable, script.__file__, *flags, "--runs-dir", tmp_path]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        for line in process.stdout:
-            if line.startswith("Run folder"):
-                break
-        process.send_signal(signum)
-        output, errors = process.communicate(timeout=LIMIT)
-    assert (process.returncode, errors) == (code, "")
+    exit_code, output, errors = stop_script(script, PONG.replace("1200", "100_000"), tmp_path, signum)
+    assert (exit_code, errors) == (code, "")
     assert "Interrupted after" in output
     assert "tensorboard --logdir" in output
 

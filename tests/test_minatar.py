@@ -9,15 +9,16 @@ import minatar
 import numpy as np
 import pytest
 from common import assert_trees_equal, final_weights, scalars
-from test_resume import assert_same_results, checkpoint, start
+from test_resume import assert_same_results, checkpoint, start, stop_after
 
 import eaudedqn_atari
 import eaudedqn_minatar
 import polyprune_dqn_minatar
-from eaudedqn_minatar import GAMES, GridMemory, MinAtarEnv, QNetwork, canonical_name
+from eaudedqn_minatar import GridMemory, MinAtarEnv, QNetwork, canonical_name
 
 SCRIPTS = pytest.mark.parametrize("script", [eaudedqn_minatar, polyprune_dqn_minatar], ids=["eaudedqn", "polyprune"])
-TITLES = {word: title for title, word in GAMES.items()}  # by the package's names
+TITLES = {"asterix": "Asterix", "breakout": "Breakout", "freeway": "Freeway", "seaquest": "Seaquest"}
+TITLES["space_invaders"] = "SpaceInvaders"  # by the package's names
 EVERY_GAME = pytest.mark.parametrize("name", TITLES)
 
 
@@ -122,9 +123,8 @@ def test_the_horizon_cuts_an_episode_that_has_not_ended():
     assert [env.step(0)[2:4] for _ in range(length)][-1] == (True, False)  # an end is an end
 
 
-@pytest.mark.parametrize("name", GAMES)
-def test_games_go_by_the_names_people_write(name):
-    words = GAMES[name]
+@pytest.mark.parametrize(("words", "name"), TITLES.items())
+def test_games_go_by_the_names_people_write(words, name):
     for env_id in (name, name.lower(), words, f"MinAtar/{name}-v1", f"minatar/{words}", f"{name}-v1"):
         assert canonical_name(env_id) == name
 
@@ -286,7 +286,7 @@ class Paying:
         return self.observation, {}
 
     def step(self, action):
-        assert isinstance(action, int)
+        assert isinstance(action, int | np.integer)  # a resumed run replays those of its checkpoint
         assert 0 <= action < 3
         self.n_steps += 1
         terminal, truncation = self.n_steps == 7, self.n_steps == 4 and len(self.seeds) % 2 == 0
@@ -388,6 +388,49 @@ def test_a_run_that_diverges_stops_with_a_message(script, paying, monkeypatch, c
     assert exit_info.value.code == 2
     who = "all networks have" if script is eaudedqn_minatar else "the network has"
     assert capsys.readouterr().err == f"error: {who} diverged by step 60; try a lower --learning-rate\n"
+
+
+@SCRIPTS
+def test_a_run_without_anything_learned_says_so(script, paying, capsys):
+    flags, _ = paying
+    for total in (59, 60):  # step 44 is the first to learn, 60 the first target update after it
+        script.train(script.Args(**flags, total_timesteps=total))
+        assert ("The policy is an untrained network: " in capsys.readouterr().out) == (total < 60)
+
+
+@SCRIPTS
+def test_what_is_logged_after_a_stop_was_learned_before(script, paying, tmp_path, monkeypatch):
+    flags, _ = paying
+    monkeypatch.setattr(script, "LOG_PERIOD", 10)
+    with monkeypatch.context() as patch:
+        stop_after(69, script, patch)  # the step after a gradient step, of which there is none before 72
+        with pytest.raises(SystemExit):
+            script.train(script.Args(**flags | dict(checkpoint_period=100), total_timesteps=100))
+    (run,) = tmp_path.iterdir()
+    script.train(script.Args(resume=run))
+    assert [step for step, _ in scalars(run)["losses/td_loss"]] == list(range(50, 101, 10))
+
+
+def spoil(state, k):
+    """Network k gets weights that are not finite, and the lowest loss."""
+    params = jax.tree.map(lambda x: x.at[k].set(np.nan), state.params)
+    return state._replace(params=params, cumulated_losses=state.cumulated_losses.at[k].set(1e-9))
+
+
+def test_a_network_whose_weights_are_not_finite_is_replaced_whatever_its_loss(paying, monkeypatch):
+    script, (flags, _), learn = eaudedqn_minatar, paying, eaudedqn_minatar.learn
+
+    def spoiled(*inputs):
+        state, metrics = learn(*inputs)
+        return spoil(state, 2), metrics
+
+    monkeypatch.setattr(script, "learn", spoiled)
+    calls, _ = record(script, monkeypatch, ["prune_copies"])
+    script.train(script.Args(**flags, total_timesteps=60))
+    ((_, _, before, after, inputs),) = calls
+    assert 2 not in inputs[2]  # the parents
+    for params in (before.target_params, after.params):
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(params))
 
 
 # ---- Whole runs ------------------------------------------------------------------------------------------------------

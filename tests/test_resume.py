@@ -19,7 +19,7 @@ import jax
 import numpy as np
 import pytest
 import tyro
-from common import TINY, final_weights, scalars
+from common import LIMIT, TINY, final_weights, scalars
 from numpy.lib.recfunctions import rename_fields
 from test_replay_data import logged_rows, write_file
 
@@ -54,7 +54,7 @@ def start(folder, script, flags, strike=""):
     """The script as a process of its own, which gets a signal on the way if there is a `strike`."""
     strike = [str(Path(__file__).with_name("strike.py")), *strike.split()] if strike else []
     command = [sys.executable, *strike, script.__file__, *flags.split()]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, timeout=LIMIT)
 
 
 def write_data(folder, n_actions=6):
@@ -506,8 +506,8 @@ def test_a_data_set_that_vanishes_leaves_a_checkpoint_to_go_on_from(script, tmp_
     assert len(scalars(run)["eval/episodic_return"]) == 6
 
 
-def test_an_offline_run_goes_on_from_another_folder(tmp_path, monkeypatch):
-    script = polyprune_cql_atari
+@pytest.mark.parametrize("script", [eaudecql_atari, polyprune_cql_atari], ids=["eaudecql", "polyprune_cql"])
+def test_an_offline_run_goes_on_from_another_folder(script, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = stop_offline(script, Path(), monkeypatch).resolve()
     (tmp_path / "elsewhere").mkdir()
@@ -594,3 +594,16 @@ def test_a_memory_that_is_too_large_is_said(script, tmp_path, capsys):
         script.main(script.Args(env_id="Hopper", buffer_size=10**13, total_timesteps=10**13, runs_dir=tmp_path))
     assert exit_info.value.code == 2
     assert re.fullmatch("error: .+\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("script", [eaudesac_mujoco, polyprune_sac_mujoco], ids=["eaudesac", "polyprune_sac"])
+def test_a_disk_without_room_for_two_checkpoints_is_said_at_the_start(script, tmp_path, monkeypatch, capsys):
+    usage = shutil.disk_usage(tmp_path)._replace(free=10**8)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(script.Run, "steps", lambda *_: pytest.fail("it has begun"))
+    flags = dict(env_id="Hopper", runs_dir=tmp_path, critic_features=(4,), actor_features=(4,), eval_episodes=1)
+    with pytest.raises(SystemExit) as exit_info:
+        script.train(script.Args(total_timesteps=10**6, buffer_size=10**6, **flags))  # 108 MB in memory
+    assert exit_info.value.code == 2
+    assert " needs 0.2 GB: lower --buffer-size, or --checkpoint-period 0 writes nothing\n" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

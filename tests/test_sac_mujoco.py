@@ -5,14 +5,12 @@ import json
 import math
 import re
 import signal
-import subprocess
-import sys
 
 import gymnasium
 import jax
 import numpy as np
 import pytest
-from common import LIMIT, assert_trees_equal, at, final_weights, record_calls, run_script, scalars
+from common import assert_trees_equal, at, final_weights, record_calls, run_script, scalars, stop_script
 from mujoco_probe import Probe
 from reference import actor_gradients, adam, critic_gradients, critic_values, policy, sac_targets
 
@@ -627,6 +625,7 @@ def test_without_pruning_all_critics_stay_dense(script, short, monkeypatch):
 def test_the_actor_is_pruned_on_the_schedule(script, short, monkeypatch):
     calls = record_calls(script, monkeypatch, ["learn", "prune_actor"])
     schedule = dict(actor_final_sparsity=0.8, pruning_start=0.1, pruning_end=0.6, pruning_power=2)
+    schedule |= {} if script is eaude else dict(final_sparsity=0.0)  # also beside dense critics
     flags = short | dict(actor_features=(30, 30), sparsity_distribution="erk")
     curves = scalars(script.train(script.Args(**flags, **schedule)))
     prunings = [(step, after) for name, step, _, after in calls if name == "prune_actor"]
@@ -816,14 +815,8 @@ def test_a_short_run_logs_everything(script, tmp_path):
 
 
 def test_ctrl_c_ends_the_run_cleanly(tmp_path):
-    command = [sys.executable, eaude.__file__, *PENDULUM.replace("1500", "100_000").split(), "--runs-dir", tmp_path]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        for line in process.stdout:
-            if line.startswith("Run folder"):
-                break
-        process.send_signal(signal.SIGINT)
-        output, errors = process.communicate(timeout=LIMIT)
-    assert (process.returncode, errors) == (130, "")
+    code, output, errors = stop_script(eaude, PENDULUM.replace("1500", "100_000"), tmp_path, signal.SIGINT)
+    assert (code, errors) == (130, "")
     assert "Interrupted after" in output
 
 

@@ -22,6 +22,7 @@ from test_replay_data import PADDING, write_file
 
 N_ACTIONS, PAYS = 3, (5.0, -3.0, 0.25)
 N_FILES, N_ROWS, KEPT_ROWS = 7, 30, 20
+TYPED = {"Breakout": "ALE/Breakout-v5", "Asterix": "asterix", "Probe-v5": "probe"}  # what a person may type
 
 
 # ---- Tiny worlds -----------------------------------------------------------------------------------------------------
@@ -75,8 +76,8 @@ class PayingAtari(Paying):
         return self.stack
 
     def step(self, actions):
-        ends = [np.full(self.n_envs, x) for x in self.advance(actions)]
-        return self.observe(), *ends, {}
+        reward, *ends = [np.full(self.n_envs, x) for x in self.advance(actions)]
+        return self.observe(), reward + np.arange(self.n_envs), *ends, {}
 
 
 class PayingGrid(Paying):
@@ -115,7 +116,7 @@ def write_data(folder):
 # ---- Flags -----------------------------------------------------------------------------------------------------------
 ALL = dict(seed=7, checkpoint_period=35, batch_size=6, gamma=0.7, learning_rate=4e-3, adam_epsilon=1e-3)
 ALL |= dict(sparsity_distribution="global")
-ONLINE = ALL | dict(total_timesteps=150, learning_starts=41, buffer_size=60)
+ONLINE = ALL | dict(total_timesteps=150, learning_starts=42, buffer_size=60)
 DQN = ONLINE | dict(horizon=99, target_period=20, gradient_period=3, epsilon_end=0.3, epsilon_duration=100)
 ATARI = DQN | dict(env_id="Breakout", features=(2, 3, 4, 5))
 MINATAR = DQN | dict(env_id="Asterix", features=(2, 5))
@@ -123,9 +124,9 @@ OFFLINE = ALL | dict(env_id="Breakout", total_timesteps=150, horizon=99, feature
 OFFLINE |= dict(
     cql_alpha=0.3, kept_rows=KEPT_ROWS, files_in_memory=2, epoch_steps=30, eval_episodes=8, eval_epsilon=0.5
 )
-SCHEDULE = dict(pruning_power=2, pruning_start=0.1, pruning_end=0.7, pruning_period=14)
+SCHEDULE = dict(pruning_power=2, pruning_start=0.1, pruning_end=0.95, pruning_period=14)
 MUJOCO = ONLINE | SCHEDULE | dict(env_id="Probe-v5", critic_features=(6,), actor_features=(5, 4), tau=0.2, utd=2)
-MUJOCO |= dict(actor_final_sparsity=0.4, policy_delay=3, eval_period=25, eval_episodes=3)
+MUJOCO |= dict(actor_final_sparsity=0.4, policy_delay=3, eval_period=28, eval_episodes=3)
 EAUDE, POLYPRUNE = dict(n_networks=6, tournament_size=4, max_noise=40.0, max_speed=0.3), dict(final_sparsity=0.6)
 FLAGS = {
     "eaudedqn_atari": ATARI | EAUDE,
@@ -163,17 +164,18 @@ class Seen:
         self.offline = hasattr(script, "ReplayData")
         self.calls, self.envs, self.seeds, self.adams, self.taus, self.resumed = [], [], [], [], [], []
         self.run = self.memory = None
+        self.due = set()  # steps, or periods of them, at which a call of many updates has to end
         self.patch(monkeypatch)
         data = {"dataset_dir": write_data(folder / "data")} if self.offline else {}
         self.args = script.Args(runs_dir=folder / "elsewhere", **data, **FLAGS[name])
-        self.folder = script.train(self.args)
+        self.folder = script.train(dataclasses.replace(self.args, env_id=TYPED[self.args.env_id]))
         self.curves = scalars(self.folder)
 
     def patch(self, monkeypatch):
         script = self.script
         if self.mujoco:
-            start = functools.partialmethod(mujoco_probe.Probe.__init__, reward=PAYS[0])
-            monkeypatch.setattr(mujoco_probe.Probe, "__init__", start)
+            start, pays = mujoco_probe.Probe.__init__, itertools.count(PAYS[0])
+            monkeypatch.setattr(mujoco_probe.Probe, "__init__", lambda env: start(env, reward=next(pays)))
         else:
             stub = PayingGrid if hasattr(script, "MinAtarEnv") else PayingAtari
 
@@ -189,6 +191,9 @@ class Seen:
                 self.spy(monkeypatch, function)
         self.note_objects(monkeypatch, script.Run, "run")
         self.note_objects(monkeypatch, next(getattr(script, x) for x in MEMORIES if hasattr(script, x)), "memory")
+        if self.offline:
+            divisor = script.updates_per_call
+            monkeypatch.setattr(script, "updates_per_call", lambda *steps: self.due.update(steps) or divisor(*steps))
         adam, average, new_rng = optax.adam, optax.incremental_update, np.random.default_rng
         monkeypatch.setattr(optax, "adam", lambda rate, eps: self.adams.append((rate, eps)) or adam(rate, eps=eps))
         monkeypatch.setattr(optax, "incremental_update", lambda *x: self.taus.append(x[2]) or average(*x))
@@ -313,7 +318,10 @@ WHERE = {  # it must be seen: all values that are found there
     "sparsity_distribution": lambda s: s.given("magnitude_masks", "distribution"),
     "target_period": lambda s: set(np.diff([step for step, _ in s.curves["sparsity/target"]])),
     "gradient_period": lambda s: s.periods(*LEARN),
-    "learning_starts": lambda s: {s.of(*LEARN)[0].step - 1},
+    "learning_starts": lambda s: (
+        {s.of(*LEARN)[0].step - getattr(s.args, "gradient_period", 1)}
+        | {s.curves["charts/SPS"][0][0] - 101}  # the clock starts once updates have run for a while
+    ),
     "buffer_size": lambda s: {getattr(s.memory, "size", len(s.memory.rows))},
     "batch_size": lambda s: {len(batch.actions) for _, batch in batches(s)},
     "gamma": lambda s: s.flags_of_learn("gamma"),
@@ -398,6 +406,9 @@ def test_each_call_is_given_the_state_of_the_algorithm(seen):
             np.testing.assert_array_equal(given["parents"], np.squeeze([x.result for x in tournaments]))
             losses = np.squeeze([x.inputs["losses"] for x in tournaments])
             np.testing.assert_array_equal(losses, state.cumulated_losses)
+        if call.name == "next_sparsity":
+            period = seen.args.pruning_period if seen.mujoco else seen.args.target_period
+            assert (given["step"], given["next_step"]) == (call.step, call.step + period)
         if call.name == "network_probabilities":
             np.testing.assert_array_equal(given["losses"], state.cumulated_losses)
         if call.name == "write_npz" and given["path"].name == "checkpoint.npz":
@@ -411,7 +422,7 @@ def test_networks_that_learn_act_and_the_agent_is_evaluated(seen):
             plays = state.actor_params if seen.mujoco else state.target_params if seen.offline else state.params
             assert_trees_equal(call.inputs["params"], plays)
         n_evaluations += call.name in EVALUATE
-    assert n_evaluations == (5 if seen.offline else 6 if seen.mujoco else 0)
+    assert n_evaluations == (5 if seen.offline or seen.mujoco else 0)
 
 
 def test_what_is_saved_is_the_agent(seen):
@@ -476,6 +487,17 @@ def expected_curves(seen):
         elif call.name == "learn_many" and not seen.population and call.step % seen.args.target_period == 0:
             yield call.step, "sparsity/target", state.sparsity
             yield call.step, "losses/cumulated", call.result[0].cumulated_loss
+    if not (seen.population or seen.mujoco or seen.offline):  # as it was before a pruning of the same step
+        pruned = [(0, 0.0), *((call.step, call.result.sparsity) for call in seen.of("prune"))]
+        for step in range(seen.args.target_period, seen.run.step + 1, seen.args.target_period):
+            yield step, "sparsity/target", [x for when, x in pruned if when < step][-1]
+    for call in seen.of("prune_actor"):
+        yield call.step, "sparsity/actor", seen.script.sparsity_of(call.result.actor_masks)
+    metrics, learned = {}, {call.step: call.result[1] for call in seen.of(*LEARN)}
+    for step in range(1, seen.run.step + 1):  # those of the last update, or of the last one of the actor
+        metrics |= learned.get(step, {})
+        for tag, value in metrics.items():
+            yield step, tag, value
 
 
 def test_curves_show_the_networks(seen):
@@ -557,8 +579,11 @@ def test_returns_are_those_of_the_game(seen):
         assert len(set(seeds)) == len(seeds) == len(lengths) + 1  # each episode has its own
     if seen.offline or seen.mujoco:
         steps = sorted({call.step for call in seen.of(*EVALUATE)})
-        score = 5 * PAYS[0] if seen.mujoco else 9.5
+        score = 5 * (PAYS[0] + 2) if seen.mujoco else 9.5 + 7 * 3.5  # the mean of environments that pay 1 more each
         assert seen.curves["eval/episodic_return"] == [(step, score) for step in steps]
+    if seen.offline:
+        (seeds,) = zip(*(env.seeds for env in seen.envs if env.n_envs > 1))
+        assert len(set(seeds)) == len(steps)  # each evaluation has its own
 
 
 def test_each_epoch_has_other_files(seen):
@@ -578,3 +603,17 @@ def test_what_is_played_is_what_was_chosen_for_what_was_seen(seen):
         assert np.asarray(call.result).tolist() == [action]
     others = {x[1] for step, x in enumerate(seen.envs[0].steps, 1) if step not in {call.step for call in seen.of(*ACT)}}
     assert others == {0, 1, 2}
+
+
+def test_calls_of_many_updates_end_where_something_is_due(seen):
+    names = ["checkpoint_period", "target_period", "epoch_steps", "total_timesteps"]
+    names += [] if seen.population else ["pruning_period"]
+    assert seen.due == ({0, *(getattr(seen.args, name) for name in names)} if seen.offline else set())
+
+
+def test_what_falls_on_one_step_comes_in_order(seen):
+    """Learning, pruning, evaluation, what is saved: `walk` sees where the target update is."""
+    order = {name: i for i, names in enumerate([LEARN, PRUNE, EVALUATE, ["write_npz"]]) for name in names}
+    for _, calls in itertools.groupby(seen.calls, key=lambda call: call.step):
+        places = [order[call.name] for call in calls if call.name in order]
+        assert places == sorted(places)
