@@ -42,8 +42,8 @@ SPARSE_FROM = 0.85  # sparsity from which a sparse product is faster, in a convo
 SPARSE_SIZE = 100_000  # weights of a large matrix
 N_TIMED = 100  # observations on which an action is timed
 TOOL = "this player"  # in messages
-# Of MinAtar's channels in a film, after the black background: matplotlib's tab10.
-COLOURS = bytes.fromhex("000000 1f77b4 ff7f0e 2ca02c d62728 9467bd 8c564b e377c2 7f7f7f bcbd22 17becf")
+# Of MinAtar's channels in a film, after the black background: colour-blind people can tell all of them apart.
+COLOURS = bytes.fromhex("000000 56b4e9 f0e442 7f7f7f d55e00 19fde4 3f6be1 e0ff9d 913728 81408a 8db577")
 
 
 # ---- Arguments -------------------------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ DENSE, EAUDE = ("#000000", ":", "o"), ("#D55E00", "-", "D")
 POLYPRUNE, ORACLE = ("#0072B2", "--", "s"), ("#009E73", "-.", "^")
 LIGHT_EAUDE, DARK_EAUDE = "#F2A66B", "#7F3800"
 LIGHT_POLYPRUNE, DARK_POLYPRUNE = "#7FB8DC", "#00395A"
+CROWN = [(-1, -0.7), (1, -0.7), (1.2, 0.9), (0.5, 0), (0, 1.1), (-0.5, 0), (-1.2, 0.9), (-1, -0.7)]  # of a target
 ALGORITHMS = {
     "dense": (DENSE, "dense {}"),
     "eaude": (EAUDE, "EauDe{}"),
@@ -656,9 +657,6 @@ def draw_paper(name: str, base: str, scores: dict[str, tuple[float, float]] | No
     return figure
 
 
-CROWN = [(-1, -0.7), (1, -0.7), (1.2, 0.9), (0.5, 0), (0, 1.1), (-0.5, 0), (-1.2, 0.9), (-1, -0.7)]
-
-
 def draw_population():
     (runs,) = load_study("population").values()
     (run,) = runs
@@ -693,6 +691,150 @@ def draw_tree(panel, steps: np.ndarray, sparsities: np.ndarray, losses: np.ndarr
     set_labels(panel, "environment steps", "sparsity")
 
 
+# ---- Figures: tutorial.ipynb -----------------------------------------------------------------------------------------
+def draw_arrow(panel, start, end, colour: str = "#888888", bend: float = 0.0, width: float = 1.3) -> None:
+    style = dict(arrowstyle="-|>", color=colour, linewidth=width, connectionstyle=f"arc3,rad={bend}")
+    panel.annotate("", end, start, arrowprops=style)
+
+
+def draw_box(panel, x: float, y: float, text: str, colour: str = "black") -> None:
+    style = dict(boxstyle="round,pad=0.45", edgecolor=colour, facecolor="white", linewidth=1.5)
+    panel.text(x, y, text, ha="center", va="center", bbox=style)
+
+
+def draw_network(panel, x: float, y: float, sparsity: float, colour: str) -> None:
+    """A bar: full is dense, empty is pruned."""
+    panel.barh(y, 1.4, 0.5, x - 0.7, color="white", edgecolor=colour, linewidth=1.5)
+    panel.barh(y, 1.4 * (1 - sparsity), 0.5, x - 0.7, color=colour, alpha=0.55)
+
+
+def draw_algorithm() -> None:
+    """One target update of EauDe: from the left to the right what learns, what is compared, who is copied."""
+    losses, sparsities = [5, 1, 4, 2, 3], [0.6, 0.45, 0.5, 0.3, 0.4]
+    parents, further = [1, 1, 3, 3, 4], [0.15, 0, 0.12, 0, 0]  # what a copy loses
+    _, ((panel,),) = new_figure(1, 1, 9, 4.6)
+    panel.set(xlim=(-0.2, 11.2), ylim=(-0.9, 5.9), xticks=[], yticks=[])
+    panel.spines[:].set_visible(False)
+    draw_box(panel, 1, 2, "replay\nmemory")
+    draw_box(panel, 4, 5.4, r"target network $\bar\theta$", EAUDE[0])
+    for k, parent in enumerate(parents):
+        y, colour = 4 - k, EAUDE[0] if k == 1 else "#555555"
+        draw_arrow(panel, (1.75, 2), (3.25, y))
+        draw_network(panel, 4, y, sparsities[k], colour)
+        panel.barh(y, 0.15 * losses[k], 0.3, 5.6, color=colour)
+        panel.text(5.5, y, f"$L_{k}$", ha="right", va="center")
+        draw_arrow(panel, (7.5, 4 - parent), (9.25, y), "black" if k == parent else EAUDE[0])
+        draw_network(panel, 10, y, sparsities[parent] + further[k], EAUDE[0] if parent == 1 else "#555555")
+        panel.text(10.8, y, "stays" if k == parent else "copy,\npruned", va="center", fontsize="small")
+    panel.plot(6.1, 3, marker=CROWN, color="#F0E442", markeredgecolor="black", markersize=13)
+    draw_arrow(panel, (6.3, 3.15), (4.95, 5.4), EAUDE[0], 0.8, 2)  # past the longest loss
+    panel.text(6.9, 5.2, "every $T$ steps:\nlowest loss becomes the target", color=EAUDE[0], va="center")
+    draw_arrow(panel, (4, 5.05), (4, 4.35), EAUDE[0], width=2)
+    panel.text(3.85, 4.68, "the same $y$ for all", ha="right", va="center", color=EAUDE[0])
+    captions = {4: "$K$ online networks\n(full: dense, empty: pruned)", 6.2: "cumulated\nlosses"}
+    for x, text in (captions | {8.4: "tournaments", 10: "the next $K$\nnetworks"}).items():
+        panel.text(x, -0.7, text, ha="center", va="center")
+
+
+def draw_schedules(steps: np.ndarray, schedules: dict, field: dict, runs: list, stretch: int) -> None:
+    """Left Eq. (2), {final sparsity: curve}. Right Eq. (3), {(step, sparsity): (mean, fastest) at the next target
+    update}, whose arrows are as long as `stretch` updates, and the targets of some runs."""
+    _, ((left, right),) = new_figure(1, 2, 9, 3.9)
+    period = steps[1] - steps[0]
+    for (final_value, curve), line in zip(schedules.items(), (":", "--", "-")):
+        left.plot(steps, curve, color=POLYPRUNE[0], linestyle=line, label=f"$s_F$ = {final_value}")
+    left.legend()
+    for (step, sparsity), (mean, fastest) in field.items():
+        for end, colour in ((fastest, "#CCCCCC"), (mean, "#555555")):
+            tip = step + stretch * period, sparsity + stretch * (end - sparsity)
+            draw_arrow(right, (step, sparsity), tip, colour, width=1)
+    right.plot(steps, np.transpose(runs), color=EAUDE[0], linewidth=0.8, alpha=0.8)
+    for panel, title in ((left, "PolyPrune, Eq. (2)"), (right, "EauDe, Eq. (3), random losses")):
+        panel.set(ylim=(0, 1.02), xlim=(0, steps[-1] + period))
+        set_labels(panel, "steps", "sparsity", title)
+
+
+def draw_masks(kernels: dict[str, np.ndarray]) -> None:
+    """Matrices (inputs, units), one above the other: what is not zero has a colour."""
+    _, panels = new_figure(len(kernels), 1, 9, 1.5 * len(kernels))
+    colours = matplotlib.colors.LinearSegmentedColormap.from_list("kept", ["white", EAUDE[0]], N=4)  # a small file
+    for (panel,), (name, kernel) in zip(panels, kernels.items()):
+        shades = dict(cmap=colours, interpolation="antialiased", interpolation_stage="data")
+        panel.imshow((kernel.T != 0).astype(float), aspect="auto", **shades)
+        panel.grid(False)
+        set_labels(panel, "", "unit", f"{name}: {np.mean(kernel == 0):.1%} of the hidden layer is zero")
+        panel.set(xticks=[], yticks=[])
+    panel.set_xlabel("inputs: rows of the screen from the top to the bottom, in each its columns, in each its channels")
+
+
+def draw_values(positions: np.ndarray, values: dict[str, np.ndarray], colours: bytes) -> None:
+    """Screens of MinAtar (positions, 10, 10, channels), and below each what some networks think that it is worth."""
+    figure, ((screens,), (panel,)) = new_figure(2, 1, 9, 3.2)
+    pictures = np.where(positions.any(axis=3), 1 + positions.argmax(axis=3), 0)
+    pictures = np.frombuffer(colours, np.uint8).reshape(-1, 3)[pictures]
+    gaps = np.pad(pictures, ((0, 0), (0, 0), (1, 1), (0, 0)), constant_values=255)
+    screens.imshow(np.concatenate(gaps, axis=1), extent=(-0.5, len(positions) - 0.5, 0, 10 / 12))
+    screens.set_axis_off()
+    styles = zip("Dos^", (EAUDE[0], "#56B4E9", "#CC79A7", "#888888"))
+    for (name, q), (marker, colour) in zip(values.items(), styles):
+        panel.plot(q.max(axis=1), marker=marker, color=colour, label=name)
+    panel.set(xlim=screens.get_xlim(), xticks=range(len(positions)))
+    set_labels(panel, "position", r"$\max_a Q(s, a)$")
+    draw_legend(figure, len(values))
+
+
+def draw_layers(kept: dict[str, dict[str, float]], labels: Sequence[str]) -> None:
+    """{distribution: {layer: share of its weights}}"""
+    _, ((panel,),) = new_figure(1, 1, 9, 3.2)
+    styles = (EAUDE[0], "//"), (LIGHT_EAUDE, ""), (DARK_EAUDE, "..")
+    for i, ((name, shares), (colour, hatch)) in enumerate(zip(kept.items(), styles)):
+        places = np.arange(len(shares)) + 0.27 * (i - 1)
+        bars = panel.barh(places, shares.values(), 0.25, color=colour, hatch=hatch, edgecolor="white", label=name)
+        panel.bar_label(bars, [f"{x:.0%}" for x in shares.values()], padding=3)
+    panel.set(yticks=range(len(labels)), yticklabels=labels, xlim=(0, 1.1))
+    panel.set_xlabel("share of the weights that is kept")
+    panel.invert_yaxis()
+    panel.legend(loc="center right")
+
+
+def draw_tournament(losses: np.ndarray, draws: list[np.ndarray], parents: np.ndarray) -> None:
+    """A row for each selection, the first of which is among all networks, and then the next population."""
+    _, ((panel,),) = new_figure(1, 1, 9, 3.8)
+    networks = np.arange(len(losses))
+    for row, drawn in enumerate([networks, *draws]):
+        for some, colour in ((networks, "#DDDDDD"), (drawn, "#555555")):
+            panel.plot(some, [row] * len(some), "o", color=colour, markersize=9)
+        marker, size = (CROWN, 15) if row == 0 else ("*", 19)
+        winner = drawn[losses[drawn].argmin()]
+        panel.plot(winner, row, marker=marker, color="#F0E442", markeredgecolor="black", markersize=size)
+    last = len(draws) + 1.3
+    for k, parent in enumerate(parents):
+        stays = k == parent
+        panel.plot(k, last, "s", color=EAUDE[0], markersize=26, fillstyle="full" if stays else "none")
+        panel.text(k, last, parent, ha="center", va="center", color="white" if stays else EAUDE[0], weight="bold")
+        panel.text(k + 0.17, last, f"{k} stays" if stays else f"copy of {parent}", va="center")
+    rows = ["lowest of all", *(f"tournament {i}" for i in range(1, len(draws) + 1)), "next population"]
+    panel.set(yticks=[*range(len(draws) + 1), last], yticklabels=rows)
+    panel.set(xticks=networks, xticklabels=[f"network {k}\nloss {x:g}" for k, x in enumerate(losses)])
+    panel.set(xlim=(-0.4, len(losses) - 0.1), ylim=(last + 0.5, -0.5))
+    panel.xaxis.tick_top()
+    panel.grid(False)
+    panel.tick_params(length=0)
+    panel.spines[:].set_visible(False)
+
+
+def draw_selection(losses: np.ndarray, counted: np.ndarray, expected: np.ndarray, probabilities: np.ndarray) -> None:
+    _, ((left, right),) = new_figure(1, 2, 9, 3)
+    networks = np.arange(len(losses))
+    left.bar(networks - 0.2, counted, 0.38, color=EAUDE[0], label="10,000 calls")
+    left.bar(networks + 0.2, expected, 0.38, color="white", edgecolor="black", hatch="//", label="formula")
+    left.legend()
+    right.bar(networks, probabilities, 0.6, color=EAUDE[0])
+    for panel, title in ((left, "selected, times per update"), (right, "probability to act")):
+        panel.set(xticks=networks, xticklabels=[f"loss {x:g}" for x in losses], title=title)
+
+
+# ---- All figures -----------------------------------------------------------------------------------------------------
 MINATAR = 500_000, 6_000, 2_000  # steps, the first target update, and from one to the next
 SIZES = {32: (LIGHT_EAUDE, ":", "v"), 128: EAUDE, 512: (DARK_EAUDE, "-.", "^")}  # of the hidden layer
 RUNGS = {

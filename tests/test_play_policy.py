@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import itertools
 import json
 import os
 import re
@@ -555,6 +556,27 @@ def test_policies_of_both_minatar_scripts_are_played_and_filmed(script, tmp_path
     np.testing.assert_array_equal(cells, first.any(axis=-1))
     assert (np.kron(frames[0, ::20, ::20], np.ones((20, 20, 1))) == frames[0]).all()  # squares
     assert len({tuple(x) for x in frames[0, ::20, ::20].reshape(-1, 3)}) == 4  # background, paddle, ball, bricks
+
+
+# What is seen without red and without green cones: Machado et al., 2009, severity 1, of linear RGB.
+SEEN = {
+    "by most": np.eye(3),
+    "with protanopia": [[0.1523, 1.0526, -0.2049], [0.1145, 0.7863, 0.0992], [-0.0039, -0.0481, 1.0520]],
+    "with deuteranopia": [[0.3673, 0.8606, -0.2280], [0.2801, 0.6725, 0.0474], [-0.0118, 0.0429, 0.9689]],
+}
+XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])  # of linear RGB
+
+
+@pytest.mark.parametrize("seen", SEEN)
+def test_colours_of_a_film_can_be_told_apart(seen):
+    """All pairs, the background's too: by their distance in CIELAB. Of matplotlib's tab10 it falls to 5 and 7."""
+    colours = np.frombuffer(play_policy.COLOURS, np.uint8).reshape(-1, 3) / 255
+    linear = np.where(colours > 0.04045, ((colours + 0.055) / 1.055) ** 2.4, colours / 12.92)
+    x, y, z = XYZ @ np.clip(SEEN[seen] @ linear.T, 0, 1) / XYZ.sum(axis=1, keepdims=True)
+    x, y, z = [np.where(v > 0.008856, np.cbrt(v), 7.787 * v + 16 / 116) for v in (x, y, z)]
+    lab = np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)]).T
+    for i, j in itertools.combinations(range(len(lab)), 2):
+        assert np.linalg.norm(lab[i] - lab[j]) > 29, (i, j)
 
 
 @pytest.mark.parametrize("env_id", ["Asterix", "Breakout", "Freeway", "Seaquest", "SpaceInvaders"])

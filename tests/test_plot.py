@@ -357,6 +357,14 @@ def test_studies_of_the_paper_are_drawn_as_iqms(quick):
         assert ends(panel)[0] == pytest.approx(np.mean(human))
 
 
+def test_a_crown_is_the_next_target_and_a_star_wins_a_tournament():
+    plot.draw_tournament(np.array([5, 1, 4.0]), [np.array([0, 2]), np.array([1, 2])], np.array([1, 1, 2]))
+    (panel,) = plot.plt.gcf().axes
+    marks = [(line.get_marker(), *line.get_xdata(), *line.get_ydata()) for line in panel.lines]
+    assert [mark for mark in marks if mark[0] in ("*", plot.CROWN)] == [(plot.CROWN, 1, 0), ("*", 2, 1), ("*", 1, 2)]
+    assert [text.get_text() for text in panel.texts] == ["1", "copy of 1", "1", "1 stays", "2", "2 stays"]
+
+
 # ---- What is in git ----
 def test_all_figures_and_tables_can_be_made_again_from_the_files_in_git(results, capsys):
     shutil.copytree(ROOT / "benchmark" / "results", results)
