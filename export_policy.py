@@ -88,16 +88,15 @@ def check_folder(folder: Path) -> None:
 
 def check_output(path: Path) -> None:
     check_folder(path.parent)
-    if path.exists() and not path.is_file():  # /dev/null would become a file
+    if path.exists() and not path.is_file():  # a device would be replaced by a file
         fail(f"{path} is a folder or a device")
 
 
-def write_whole(path: Path, write) -> None:
+def write_whole(path: Path, content: bytes) -> None:
     """There as a whole or not at all."""
-    temporary = path.with_name(f"{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb") as file:
-            write(file)
+        temporary.write_bytes(content)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -628,7 +627,7 @@ def export_policy(args: Args) -> None:
     if args.onnx:
         contents[args.onnx] = onnx_bytes(network, layers)
     for path, content in contents.items():
-        write_whole(path, lambda file, content=content: file.write(content))
+        write_whole(path, content)
         print(f"Written: {shlex.quote(str(path))}, {len(content):,} bytes")
     if args.c:
         print_costs(len(contents[args.c]), layers, planar_layers(args.path, network, drop_idle=False))

@@ -480,6 +480,15 @@ def test_a_full_disk_leaves_the_file_before(tmp_path, capsys, monkeypatch):
     assert header.read_text() == "the header before"
 
 
+def test_nothing_but_the_outputs_is_touched(tmp_path):
+    path, mine = minatar_policy(tmp_path / "policy.npz"), tmp_path / "q.h.tmp"
+    mine.write_text("mine")
+    for _ in range(2):  # the second time over the files of the first
+        export_policy.main(Args(path, c=tmp_path / "q.h", main=tmp_path / "e.c", onnx=tmp_path / "q.h.onnx"))
+        assert {x.name for x in tmp_path.iterdir()} == {"policy.npz", "q.h.tmp", "q.h", "e.c", "q.h.onnx"}
+    assert mine.read_text() == "mine"
+
+
 def test_it_needs_neither_jax_nor_scipy_nor_a_game(tmp_path):
     code = (
         "import sys, export_policy; from pathlib import Path\n"
