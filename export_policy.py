@@ -599,7 +599,7 @@ def costs_of(layers: list[PlanarLayer], sparse: bool = True) -> dict[str, int]:
 
 
 def header_text(args: Args, about: dict, network: dict, layers: list[PlanarLayer]) -> str:
-    name, world, env_id, (calls, buffers) = args.name, network["world"], about["args"]["env_id"], calls_of(layers)
+    name, world, env_id, (calls, buffers) = args.name, network["world"], str(about["args"]["env_id"]), calls_of(layers)
     words = words_of(layers, world) | {"name": name, "file": args.c.name}
     signature, (n_kept, n_all) = SIGNATURE.substitute(words), count_weights(network)
     actions = f" ({ACTIONS[env_id]})" if world == "minatar" and env_id in ACTIONS else ""
