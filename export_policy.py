@@ -2,13 +2,13 @@
 # requires-python = ">=3.11"
 # dependencies = ["numpy>=2", "onnx>=1.16", "tyro>=1.0"]
 # ///
-"""Writes what any of the scripts has trained as C, sparse where that is smaller, or for ONNX Runtime, dense.
+"""Turns a trained policy into a C header, sparse where that is much smaller, or into an ONNX file, dense.
 
     python export_policy.py runs/... --c policy.h --main example.c
     cc -O3 -march=native example.c -o policy -lm
     python export_policy.py runs/... --onnx policy.onnx
 
-The header needs no library. Outputs agree with those of `play_policy.py` to 1e-4.
+The header needs no library but C's own. Outputs agree with those of `play_policy.py` to 1e-4.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ TOOL = "this exporter"  # in messages
 @dataclasses.dataclass(frozen=True)
 class Args:
     path: tyro.conf.Positional[Path]  # the folder of a run, or its policy.npz
-    c: Path | None = None  # header of C99 and C++ to write: the weights that are not zero, and one function
+    c: Path | None = None  # header of C99 and C++ to write; a layer is without its zeros where that halves it
     main: Path | None = None  # small C program to write around the header: it reads observations and prints outputs
     onnx: Path | None = None  # file to write for ONNX Runtime, which knows no sparse weights
     name: str = "policy"  # what all names in the header begin with
@@ -62,17 +62,22 @@ def check_args(args: Args) -> None:
         fail("--main is written around a header: give --c policy.h, too")
     if not re.fullmatch("[A-Za-z][A-Za-z0-9_]*", args.name):
         fail(f"--name {args.name!r} is no name in C: give letters, digits and _, with a letter first")
-    for flag, path in (("--c", args.c), ("--main", args.main)):
-        if path and re.search(r'["*\\\n]', path.as_posix()):  # they are written into C, also into a comment
-            fail(f"{flag} {str(path)!r} cannot stand in C: choose a path without quotes, stars and backslashes")
+    for flag, path, suffix in (("--c", args.c, ".h"), ("--main", args.main, ".c")):
+        if path and path.suffix != suffix:  # the program of cc has none
+            fail(f"{flag} {path} must be a {suffix} file")
+    for flag, path in outputs.items():
+        text = path.absolute().as_posix()
+        if not text.isprintable() or re.search(r'["*\\]|\?\?', text):  # ??/ is a backslash in C99
+            fail(f"{flag} {text!r} cannot stand in C: choose a path without quotes, stars, backslashes and the like")
     if args.onnx and not importlib.util.find_spec("onnx"):
         fail("--onnx needs a package: pip install onnx")
     policy = args.path / "policy.npz" if args.path.is_dir() else args.path
-    for (flag, path), (other, other_path) in itertools.combinations({"the policy": policy, **outputs}.items(), 2):
+    files = {"the policy": policy, **outputs}
+    if args.main:
+        files["the program of --name"] = Path(args.name)
+    for (flag, path), (other, other_path) in itertools.combinations(files.items(), 2):
         if path.resolve() == other_path.resolve():
             fail(f"{flag} and {other} would be the same file, {path}")
-    if args.main and args.main.suffix != ".c":
-        fail(f"--main {args.main} must be a .c file")
     for path in outputs.values():
         check_output(path)
 
@@ -88,16 +93,15 @@ def check_folder(folder: Path) -> None:
 
 def check_output(path: Path) -> None:
     check_folder(path.parent)
-    if path.exists() and not path.is_file():  # /dev/null would become a file
+    if path.exists() and not path.is_file():  # a device would be replaced by a file
         fail(f"{path} is a folder or a device")
 
 
-def write_whole(path: Path, write) -> None:
+def write_whole(path: Path, content: bytes) -> None:
     """There as a whole or not at all."""
-    temporary = path.with_name(f"{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb") as file:
-            write(file)
+        temporary.write_bytes(content)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -201,6 +205,12 @@ def drop_idle_units(params: dict, names: list[str]) -> dict:
     return params
 
 
+def count_weights(network: dict) -> tuple[int, int]:
+    """Weights that are not zero, and all, of those that can be pruned: not the biases."""
+    kernels = [x for layer in network["params"].values() for x in layer.values() if x.ndim > 1]
+    return sum(np.count_nonzero(x) for x in kernels), sum(x.size for x in kernels)
+
+
 class PlanarLayer(NamedTuple):
     """What comes in and goes out is a vector, or an image one channel after the other."""
 
@@ -275,23 +285,24 @@ SIGNATURE = Template("void ${name}_$output(const $type observation[$n_inputs], f
 
 HEAD = Template("""\
 /* $title.
-   Written by export_policy.py: C99 and C++, no library, no memory but its own.
+   Written by export_policy.py: C99 and C++, no library but C's own.
 
    $signature
 
    $meaning
 
-   $weights of $n_weights weights are needed, a sparsity of $sparsity: the others are zero, or lead to no output.
+   The network has a sparsity of $sparsity.
+   $weights of $n_weights weights are needed: the others are zero, or lead to no output.
    Flash: $flash bytes of constants, and the code. RAM: $ram bytes, all of them static: include it in one file of a
-   program, and do not call it from two threads at once.
+   program, and do not call it from two threads at once. On the stack are a few local variables, no arrays.
 
        #include "$file"
 
        $type observation[$n_inputs] = {0};
        float $output[$n_outputs];
        ${name}_$output(observation, $output); */
-#ifndef EXPORTED_${name}_H
-#define EXPORTED_${name}_H
+#ifndef ${name}_H_
+#define ${name}_H_
 
 $includes#include <stdint.h>
 #include <string.h>
@@ -300,12 +311,21 @@ $includes#include <stdint.h>
 # The price of the pieces: each of their rows has a few numbers too many at its end, which nobody reads. The sum of a
 # convolution lies behind the planes: where gcc 12 knew that they do not overlap, -O3 interchanged the loops over
 # weights and pixels, and it took 58 us in place of 4.
+PLANES = Template("""\
+/* One plane for each channel. A weight of the convolution is then multiplied with one piece of a plane, which is
+   contiguous. */
+static void ${layer}_cut(const $type *x, float *planes) {
+$zeros  for (int channel = 0; channel < $n_inputs; channel++, planes += $width * $width)
+    for (int row = 0; row < $n_rows; row++)
+      for (int column = 0; column < $n_rows; column++) planes[$place] = (float)x[$pixel];
+}
+""")
+
 CUT = Template("""\
 /* Cuts the image into blocks of $stride x $stride pixels. All pixels at one place of their blocks make a plane.
    A weight of the convolution is then multiplied with one piece of a plane, which is contiguous. */
 static void ${layer}_cut(const $type *x, float *planes) {
-  memset(planes, 0, $n_planes * $width * $width * sizeof(float)); /* zeros around the image */
-  for (int down = 0; down < $stride; down++)
+$zeros  for (int down = 0; down < $stride; down++)
     for (int right = 0; right < $stride; right++)
       for (int channel = 0; channel < $n_inputs; channel++) {
         for (int row = (down + $shift) % $stride; row < $n_rows; row += $stride)
@@ -315,6 +335,8 @@ static void ${layer}_cut(const $type *x, float *planes) {
       }
 }
 """)
+
+ZEROS = Template("  memset(planes, 0, $n_planes * $width * $width * sizeof(float)); /* zeros around the image */\n")
 
 CONVOLUTION = Template("""\
 static void $layer(float *x, float *y) {
@@ -334,7 +356,7 @@ static void $layer(float *x, float *y) {
     for (int row = 0; row < $n_pixels_out; row++)
       for (int column = 0; column < $n_pixels_out; column++) {
         const float value = sum[row * $width + column];
-        *y++ = value > 0 ? value : 0;
+        *y++ = value < 0 ? 0 : value;
       }
   }
 }
@@ -398,16 +420,19 @@ int main(void) {
   int n = 0;
   while (scanf("$code", &number) == 1) {
     observation[n] = ($type)number;
-    if (observation[n++] != number) break; /* it does not fit */
-    if (n < $n_inputs) continue;
+    if (observation[n] != number) {
+      fprintf(stderr, "error: number %d of an observation is not $range\\n", n + 1);
+      return 2;
+    }
+    if (++n < $n_inputs) continue;
     ${name}_$output(observation, $output);
     for (n = 0; n < $n_outputs; n++) printf("%.9g%c", (double)$output[n], n < $n_outputs - 1 ? ' ' : '\\n');
     fflush(stdout);
     n = 0;
   }
   if (n == 0 && feof(stdin)) return 0;
-  fprintf(stderr, "error: the input ends after %d of the $n_inputs numbers of an observation, ", n);
-  fprintf(stderr, "or has other text or a number that does not fit\\n");
+  if (feof(stdin)) fprintf(stderr, "error: the input ends after %d of the $n_inputs numbers of an observation\\n", n);
+  else fprintf(stderr, "error: what follows number %d of an observation cannot be read as a number\\n", n);
   return 2;
 }
 """)
@@ -419,30 +444,40 @@ def smallest(x: np.ndarray) -> np.ndarray:
     return x.astype(np.min_scalar_type(int(x.max(initial=0))))
 
 
-def arrays_of(layer: PlanarLayer, sparse: bool) -> dict[str, np.ndarray]:
-    """The constants of a layer: all weights, or those that are not zero and where they belong."""
-    kernel, bias, stride = layer.kernel, layer.bias, layer.stride
-    if not stride and not sparse:
-        return {"bias": bias, "weights": kernel.ravel()}
-    if not stride:
-        inputs, outputs = np.nonzero(kernel)
-        counts = np.bincount(inputs, minlength=len(kernel))  # of weights that an input has
-        return {"bias": bias, "counts": smallest(counts), "outputs": smallest(outputs), "weights": kernel[kernel != 0]}
+def dense_arrays(layer: PlanarLayer, sparse: bool) -> dict[str, np.ndarray]:
+    """The constants of a dense layer: all weights, or those that are not zero and where they belong."""
+    kernel = layer.kernel
+    if not sparse:
+        return {"bias": layer.bias, "weights": kernel.ravel()}
+    inputs, outputs = np.nonzero(kernel)
+    counts = smallest(np.bincount(inputs, minlength=len(kernel)))  # of weights that an input has
+    return {"bias": layer.bias, "counts": counts, "outputs": smallest(outputs), "weights": kernel[kernel != 0]}
+
+
+def convolution_arrays(layer: PlanarLayer, sparse: bool) -> dict[str, np.ndarray]:
+    """The same of a convolution. A weight belongs to a piece of a plane, given by its start."""
+    kernel, stride = layer.kernel, layer.stride
     row, column, channel = np.indices(kernel.shape[:3])
     plane = (row % stride * stride + column % stride) * kernel.shape[2] + channel
     pieces = ((plane * layer.width + row // stride) * layer.width + column // stride).ravel()
     table = kernel.reshape(len(pieces), -1).T  # (n_outputs, n_pieces)
     if not sparse:
-        return {"bias": bias, "pieces": smallest(pieces), "weights": table.ravel()}
+        return {"bias": layer.bias, "pieces": smallest(pieces), "weights": table.ravel()}
     outputs, places = np.nonzero(table)
-    starts = np.searchsorted(outputs, np.arange(len(table) + 1))  # where the weights of an output start
-    pieces = smallest(pieces[places])
-    return {"bias": bias, "starts": smallest(starts), "pieces": pieces, "weights": table[table != 0]}
+    starts = smallest(np.searchsorted(outputs, np.arange(len(table) + 1)))  # where the weights of an output start
+    return {"bias": layer.bias, "starts": starts, "pieces": smallest(pieces[places]), "weights": table[table != 0]}
 
 
-def best_arrays(layer: PlanarLayer) -> dict[str, np.ndarray]:
-    """Whichever is smaller: on a processor without vectors that is the faster one, too (benchmark/README.md)."""
-    return min((arrays_of(layer, sparse) for sparse in (True, False)), key=count_bytes)
+def arrays_of(layer: PlanarLayer, sparse: bool) -> dict[str, np.ndarray]:
+    return (convolution_arrays if layer.stride else dense_arrays)(layer, sparse)
+
+
+def best_arrays(layer: PlanarLayer) -> tuple[bool, dict[str, np.ndarray]]:
+    """Whether it is written sparse, and how. It is if that halves it: on a processor without vectors that takes fewer
+    instructions, too (benchmark/README.md). At less, a few bytes would be paid with much time."""
+    sparse, dense = arrays_of(layer, sparse=True), arrays_of(layer, sparse=False)
+    halved = 2 * count_bytes(sparse) <= count_bytes(dense)
+    return halved, sparse if halved else dense
 
 
 def count_bytes(arrays: dict[str, np.ndarray]) -> int:
@@ -463,94 +498,131 @@ def plain(text) -> str:
     return re.sub(r"[^\w ()/.,-]", "_", str(text), flags=re.ASCII)
 
 
-def layer_text(name: str, layers: list[PlanarLayer], i: int, world: str) -> str:
-    """What it is, its constants and its functions."""
-    layer, arrays = layers[i], best_arrays(layers[i])
-    n_inputs, n_outputs = layer.kernel.shape[-2], len(layer.bias)
-    sparse = "starts" in arrays or "counts" in arrays
-    words = layer._asdict() | {"layer": name, "n_inputs": n_inputs, "n_outputs": n_outputs}
-    if layer.stride:
-        size, n, n_out, n_pieces = len(layer.kernel), layer.n_pixels, layer.n_pixels_out, len(arrays["pieces"])
-        what = f"convolution of {size} x {size} with stride {layer.stride}"
-        what += f" from {n} x {n} x {n_inputs} to {n_out} x {n_out} x {n_outputs}"
-        words |= {"n_planes": layer.n_planes, "length": layer.length, "index": arrays["pieces"].dtype}
-        words |= {"first": f"output * {n_pieces}", "pieces": f"{name}_pieces", "n": n_pieces}
-        if sparse:
-            first = f"{name}_starts[output]"
-            words |= {"first": first, "pieces": f"{name}_pieces + {first}", "n": f"{name}_starts[output + 1] - {first}"}
-        words |= {"type": "float" if i else "uint8_t", "pixel": f"(channel * {n} + row) * {n} + column"}
-        if world == "minatar" and i == 0:
-            words["pixel"] = f"(row * {n} + column) * {n_inputs} + channel"
-        words["n_rows"] = min(n, layer.width * layer.stride - layer.start)  # VALID can leave some pixels over
-        cut = CUT.substitute(words, shift=-layer.start % layer.stride) + "\n"
-        function = CONVOLUTION.substitute(words)
-    else:
-        what, cut = f"dense layer from {n_inputs} to {n_outputs}", ""
-        words["relu"] = RELU.substitute(words) if i < len(layers) - 1 else ""
-        function = SPARSE.substitute(words, index=arrays["outputs"].dtype) if sparse else DENSE.substitute(words)
+def constants_text(name: str, layer: PlanarLayer, what: str, sparse: bool, arrays: dict[str, np.ndarray]) -> str:
     kept = f"{np.count_nonzero(layer.kernel):,} of {layer.kernel.size:,} weights are not zero"
-    note = "only they are written" if sparse else "all are written, which is smaller"
+    note = "only they are written" if sparse else "all are written, as leaving out zeros would not halve it"
     comment = f"/* {plain(layer.name)}: {what}.\n   {kept}: {note}. */\n"
-    return cut + comment + "".join(array_text(f"{name}_{key}", x) for key, x in arrays.items()) + function
+    return comment + "".join(array_text(f"{name}_{key}", x) for key, x in arrays.items())
+
+
+def convolution_text(name: str, layer: PlanarLayer, world: str, is_first: bool) -> str:
+    """Its constants and its two functions."""
+    sparse, arrays = best_arrays(layer)
+    size, _, n_inputs, n_outputs = layer.kernel.shape
+    n, n_out, width, start = layer.n_pixels, layer.n_pixels_out, layer.width, layer.start
+    n_rows = min(n, width * layer.stride - start)  # VALID can leave some pixels over
+    first = f"{name}_starts[output]" if sparse else f"output * {len(arrays['pieces'])}"
+    words = layer._asdict() | {
+        "layer": name,
+        "type": "uint8_t" if is_first else "float",
+        "index": arrays["pieces"].dtype,
+        "n_inputs": n_inputs,
+        "n_outputs": n_outputs,
+        "n_planes": layer.n_planes,
+        "length": layer.length,
+        "shift": -start % layer.stride,
+        "n_rows": n_rows,
+        "place": f"(row + {start}) * {width} + column + {start}" if start else f"row * {width} + column",
+        "pixel": f"(channel * {n} + row) * {n} + column",
+        "first": first,
+        "pieces": f"{name}_pieces + {first}" if sparse else f"{name}_pieces",
+        "n": f"{name}_starts[output + 1] - {first}" if sparse else len(arrays["pieces"]),
+    }
+    if world == "minatar" and is_first:
+        words["pixel"] = f"(row * {n} + column) * {n_inputs} + channel"
+    words["zeros"] = ZEROS.substitute(words) if n_rows < width * layer.stride else ""
+    what = f"convolution of {size} x {size} with stride {layer.stride}"
+    what += f" from {n} x {n} x {n_inputs} to {n_out} x {n_out} x {n_outputs}"
+    cut = (PLANES if layer.stride == 1 else CUT).substitute(words)
+    return f"{cut}\n{constants_text(name, layer, what, sparse, arrays)}{CONVOLUTION.substitute(words)}"
+
+
+def dense_text(name: str, layer: PlanarLayer, is_last: bool) -> str:
+    """Its constants and its function."""
+    sparse, arrays = best_arrays(layer)
+    n_inputs, n_outputs = layer.kernel.shape
+    words = {
+        "layer": name,
+        "n_inputs": n_inputs,
+        "n_outputs": n_outputs,
+        "index": arrays["outputs"].dtype if sparse else "",
+        "relu": "" if is_last else RELU.substitute(n_outputs=n_outputs),
+    }
+    what = f"dense layer from {n_inputs} to {n_outputs}"
+    return constants_text(name, layer, what, sparse, arrays) + (SPARSE if sparse else DENSE).substitute(words)
 
 
 # ---- C: the header and the program around it -------------------------------------------------------------------------
 MEANINGS = {
     "atari": """observation[(frame * 84 + row) * 84 + column]: four frames in grey, 0 to 255, the newest last.
-   Q-values are in the order of the game's minimal action set: the largest is that of the greedy action.""",
+   Q-values are in the order of the game's minimal action set. The largest is that of the greedy action.""",
     "minatar": """observation[(row * 10 + column) * $n_channels + channel]: the state of the game, 0 or 1.
-   Q-values are in the order of the game's minimal action set: the largest is that of the greedy action.""",
-    "mujoco": """An action is from -1 to 1: tanh is included. That of the task is low + (action + 1) / 2 * (high - low),
+   Q-values are in the order of the game's minimal action set$actions.
+   The largest is that of the greedy action.""",
+    "mujoco": """An observation is that of the environment, neither scaled nor clipped.
+   An action is from -1 to 1: tanh is included. That of the task is low + (action + 1) / 2 * (high - low),
    where low and high are the bounds of its action space.""",
+}
+ACTIONS = {  # of MinAtar's minimal action sets
+    "Asterix": "none, left, up, right, down",
+    "Breakout": "none, left, right",
+    "Freeway": "none, up, down",
+    "Seaquest": "none, left, up, right, down, fire",
+    "SpaceInvaders": "none, left, right, fire",
 }
 
 
-def steps_of(layers: list[PlanarLayer]) -> dict[str, int]:
-    """The functions in the order of their calls, and how many numbers each writes."""
-    steps = {}
+def calls_of(layers: list[PlanarLayer]) -> tuple[list[tuple[str, str, str]], dict[str, int]]:
+    """Each function, what it reads and what it writes; and how many numbers the two buffers hold, which take turns."""
+    steps = []  # the functions, and how many numbers each writes
     for i, layer in enumerate(layers):
         if layer.stride:
-            steps[f"layer_{i}_cut"] = layer.n_planes * layer.width**2 + layer.length
-        steps[f"layer_{i}"] = len(layer.bias) * layer.n_pixels_out**2
-    return steps
-
-
-def buffers_of(layers: list[PlanarLayer]) -> dict[str, int]:
-    """Numbers that they hold: all functions but the last write to them in turns."""
-    sizes = list(steps_of(layers).values())[:-1]
-    return {f"buffer_{'ab'[i]}": max(1, *sizes[i::2]) for i in range(min(2, len(sizes)))}
+            steps.append((f"layer_{i}_cut", layer.n_planes * layer.width**2 + layer.length))
+        steps.append((f"layer_{i}", len(layer.bias) * layer.n_pixels_out**2))
+    calls, buffers, source = [], {}, "observation"
+    for function, size in steps[:-1]:
+        target = "buffer_b" if source == "buffer_a" else "buffer_a"
+        buffers[target] = max(1, size, buffers.get(target, 0))
+        calls.append((function, source, target))
+        source = target
+    return [*calls, (steps[-1][0], source, "output")], buffers
 
 
 def costs_of(layers: list[PlanarLayer], sparse: bool = True) -> dict[str, int]:
-    """Weights that are written, and bytes."""
-    arrays = [best_arrays(layer) if sparse else arrays_of(layer, sparse=False) for layer in layers]
+    """Weights that are needed, and bytes."""
+    arrays = [best_arrays(layer)[1] if sparse else arrays_of(layer, sparse=False) for layer in layers]
     return {
         "weights": sum(np.count_nonzero(x.kernel) if sparse else x.kernel.size for x in layers),
         "flash": sum(map(count_bytes, arrays)),
-        "ram": 4 * sum(buffers_of(layers).values()),
+        "ram": 4 * sum(calls_of(layers)[1].values()),
     }
 
 
 def header_text(args: Args, about: dict, network: dict, layers: list[PlanarLayer]) -> str:
-    name, world, steps, buffers = args.name, network["world"], steps_of(layers), buffers_of(layers)
+    name, world, env_id, (calls, buffers) = args.name, network["world"], str(about["args"]["env_id"]), calls_of(layers)
     words = words_of(layers, world) | {"name": name, "file": args.c.name}
-    signature = SIGNATURE.substitute(words)
-    title = f"A policy for {about['args']['env_id']}, trained by {about['script']}.py for {about['step']:,} steps"
-    n_weights = sum(network["params"][layer.name]["kernel"].size for layer in layers)
-    costs = costs_of(layers)
-    words |= {key: f"{x:,}" for key, x in costs.items()} | {"n_weights": f"{n_weights:,}"}
-    words["sparsity"] = f"{1 - costs['weights'] / n_weights:.3f}"
-    meaning = Template(MEANINGS[world]).substitute(n_channels=words["shape"][-1])
-    includes = "#include <math.h>\n" if world == "mujoco" else ""
-    head = HEAD.substitute(words, title=plain(title), signature=signature, meaning=meaning, includes=includes)
+    signature, (n_kept, n_all) = SIGNATURE.substitute(words), count_weights(network)
+    actions = f" ({ACTIONS[env_id]})" if world == "minatar" and env_id in ACTIONS else ""
+    words |= {key: f"{x:,}" for key, x in costs_of(layers).items()}
+    head = HEAD.substitute(
+        words,
+        title=plain(f"A policy for {env_id}, trained by {about['script']}.py for {about['step']:,} steps"),
+        signature=signature,
+        meaning=Template(MEANINGS[world]).substitute(n_channels=words["shape"][-1], actions=actions),
+        sparsity=f"{1 - n_kept / n_all:.3f}",
+        n_weights=f"{sum(network['params'][layer.name]['kernel'].size for layer in layers):,}",
+        includes="#include <math.h>\n" if world == "mujoco" else "",
+    )
     parts = [head] + [f"static float {name}_{buffer}[{size}];\n" for buffer, size in buffers.items()]
-    parts += [layer_text(f"{name}_layer_{i}", layers, i, world) for i in range(len(layers))]
-    written = [f"{name}_{buffer}" for _, buffer in zip(list(steps)[:-1], itertools.cycle(buffers))]
-    memory = itertools.pairwise(["observation", *written, words["output"]])
-    body = [f"{name}_{function}({x}, {y});" for function, (x, y) in zip(steps, memory)]
+    for i, layer in enumerate(layers):
+        if layer.stride:
+            parts.append(convolution_text(f"{name}_layer_{i}", layer, world, i == 0))
+        else:
+            parts.append(dense_text(f"{name}_layer_{i}", layer, i == len(layers) - 1))
+    memory = {"observation": "observation", "output": words["output"]} | {x: f"{name}_{x}" for x in buffers}
+    body = "".join(f"  {name}_{function}({memory[x]}, {memory[y]});\n" for function, x, y in calls)
     if world == "mujoco":
-        body.append(f"for (int i = 0; i < {words['n_outputs']}; i++) action[i] = tanhf(action[i]);")
-    body = "".join(f"  {line}\n" for line in body)
+        body += f"  for (int i = 0; i < {words['n_outputs']}; i++) action[i] = tanhf(action[i]);\n"
     return "\n".join([*parts, f"static inline {signature} {{\n{body}}}\n", "#endif\n"])
 
 
@@ -560,9 +632,12 @@ def compile_command(args: Args) -> str:
 
 def main_text(args: Args, network: dict, layers: list[PlanarLayer]) -> str:
     words = words_of(layers, network["world"])
-    number, code = ("int", "%d") if words["type"] == "uint8_t" else ("float", "%f")
+    if words["type"] == "uint8_t":
+        words |= {"number": "int", "code": "%d", "range": "from 0 to 255"}
+    else:
+        words |= {"number": "float", "code": "%f", "range": "a number"}
     file = os.path.relpath(args.c, args.main.parent).replace(os.sep, "/")
-    return MAIN.substitute(words, name=args.name, file=file, command=compile_command(args), number=number, code=code)
+    return MAIN.substitute(words, name=args.name, file=file, command=compile_command(args))
 
 
 # ---- ONNX ------------------------------------------------------------------------------------------------------------
@@ -607,12 +682,10 @@ def onnx_bytes(network: dict, layers: list[PlanarLayer]) -> bytes:
 def print_costs(n_bytes: int, layers: list[PlanarLayer], dense_layers: list[PlanarLayer]) -> None:
     """Of the header, and of one for the same network if it had not been pruned."""
     here, dense = costs_of(layers), costs_of(dense_layers, sparse=False)
-    kept = np.concatenate([layer.kernel[layer.kernel != 0][:1_000] for layer in layers])
-    n_characters = len(array_text("", kept)) / max(1, len(kept))  # of a weight, which takes four bytes of flash
-    n_dense_bytes = round(dense["flash"] / 4 * n_characters, -3)
+    n_dense_bytes = float(f"{n_bytes * dense['flash'] / here['flash']:.2g}")
     print(f"{'The header':20}{'as it is':>14}{'dense':>14}")
     print(f"{'Bytes in the file':20}{n_bytes:14,}{f'about {n_dense_bytes:,.0f}':>18}")
-    for name, key in (("Bytes of flash", "flash"), ("Bytes of RAM", "ram"), ("Non-zero weights", "weights")):
+    for name, key in (("Bytes of constants", "flash"), ("Bytes of RAM", "ram"), ("Non-zero weights", "weights")):
         print(f"{name:20}{here[key]:14,}{dense[key]:14,}")
 
 
@@ -627,8 +700,10 @@ def export_policy(args: Args) -> None:
         contents[args.main] = main_text(args, network, layers).encode()
     if args.onnx:
         contents[args.onnx] = onnx_bytes(network, layers)
+    if args.main and args.main.exists() and args.main.read_bytes() != contents[args.main]:
+        fail(f"{args.main} has other text, perhaps yours: remove it, or choose another file with --main")
     for path, content in contents.items():
-        write_whole(path, lambda file, content=content: file.write(content))
+        write_whole(path, content)
         print(f"Written: {shlex.quote(str(path))}, {len(content):,} bytes")
     if args.c:
         print_costs(len(contents[args.c]), layers, planar_layers(args.path, network, drop_idle=False))

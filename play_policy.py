@@ -91,16 +91,15 @@ def check_folder(folder: Path) -> None:
 
 def check_output(path: Path) -> None:
     check_folder(path.parent)
-    if path.exists() and not path.is_file():  # /dev/null would become a file
+    if path.exists() and not path.is_file():  # a device would be replaced by a file
         fail(f"{path} is a folder or a device")
 
 
-def write_whole(path: Path, write) -> None:
+def write_whole(path: Path, content: bytes) -> None:
     """There as a whole or not at all."""
-    temporary = path.with_name(f"{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb") as file:
-            write(file)
+        temporary.write_bytes(content)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -483,7 +482,7 @@ def write_film(path: Path, env, seed: int, actions: list) -> None:
     duration = 70  # ms, almost as in the game: 15 steps a second
     if observations.ndim == 1:  # half of MuJoCo's steps and pixels, for a small file
         frames, duration = [frame[::2, ::2] for frame in frames[::2]], 2_000 / env.metadata["render_fps"]
-    write_whole(path, lambda file: imageio.imwrite(file, frames, extension=".gif", duration=duration, loop=0))
+    write_whole(path, imageio.imwrite("<bytes>", frames, extension=".gif", duration=duration, loop=0))
 
 
 # ---- Price list ------------------------------------------------------------------------------------------------------

@@ -30,8 +30,8 @@ ALONE = """
 void policy(const uint8_t *observation, float *q_values) { policy_q_values(observation, q_values); }
 """
 
-# Without a C library. It starts where the vector table says, and talks to QEMU by semihosting: a breakpoint that the
-# debugger, here QEMU, takes as a call. Q-values leave it as the eight hexadecimal digits of their bits.
+# Without C's own start and printf: it starts where the vector table says and talks to QEMU by semihosting, a breakpoint
+# that the debugger, here QEMU, takes as a call. Q-values leave it as the eight hexadecimal digits of their bits.
 PROGRAM = """
 #include "policy.h"
 
@@ -94,7 +94,7 @@ INSTRUCTIONS_PER_TICK = 40  # of the board's clock of 25 MHz; with `-icount shif
 @dataclasses.dataclass(frozen=True)
 class Args:
     policy: Path = ROOT / "policies/minatar_breakout.npz"  # an agent of MinAtar
-    n_positions: int = 100  # positions of its game on which it is compared
+    n_positions: int = 100  # positions of its game on which it is compared, at least 1
 
 
 def real_positions(path: Path, about: dict, network: dict, n_positions: int) -> np.ndarray:
@@ -151,12 +151,17 @@ def main(args: Args) -> None:
     missing = [x for x in ("arm-none-eabi-gcc", "qemu-system-arm") if not shutil.which(x)]
     if missing:
         sys.exit(f"{' and '.join(missing)} not found: the packages are named at the top of this file")
+    if args.n_positions < 1:
+        sys.exit(f"--n-positions must be at least 1, not {args.n_positions}")
     about, networks = play_policy.load_policy(args.policy)
+    if not about["script"].endswith("_minatar"):
+        sys.exit(f"{args.policy} is a policy of {about['script']}.py: give one of MinAtar")
     network = networks["target"]
     positions = real_positions(args.policy, about, network, args.n_positions)
     n_kept, n_weights = play_policy.count_weights(network)
     cases = {f"{1 - n_kept / n_weights:.3f}, as trained": network, "dense": prune(network, 0)}
     cases |= {f"{sparsity}": prune(network, sparsity) for sparsity in (0.3, 0.5, 0.85, 0.95)}
+    cases["no hidden weight"] = prune(network, 1)
     print(f"{args.policy.name} on {len(positions)} positions of {about['args']['env_id']}\n")
     print("| sparsity | flash, bytes | RAM, bytes | instructions per action | largest difference from NumPy |")
     print("|---|---|---|---|---|")
@@ -164,7 +169,7 @@ def main(args: Args) -> None:
         with tempfile.TemporaryDirectory() as folder:
             flash, ram, instructions, difference = measure(Path(folder), about, x, positions)
         print(f"| {name} | {flash:,} | {ram:,} | {instructions:,} | {difference:.1e} |", flush=True)
-        if difference > 1e-4:
+        if not difference <= 1e-4:  # NaN, too
             sys.exit("the Q-values differ by more than 1e-4")
 
 

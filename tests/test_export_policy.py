@@ -86,6 +86,7 @@ def compile_c(folder, *flags, compiler=C):
 
 def export_c(path, **flags):
     """The header and the program around it, beside the policy."""
+    path.with_name("example.c").unlink(missing_ok=True)  # another one is not overwritten
     export_policy.main(Args(path, c=path.with_name("policy.h"), main=path.with_name("example.c"), **flags))
 
 
@@ -142,6 +143,7 @@ PAPER = {
     "minatar, 32": lambda: grid_network(0.0, (16, 32)),
     "mujoco, 256-256": lambda: actor_network(0.9, (256, 256), 17, 6),
     "mujoco, dense": lambda: actor_network(0.0, (256, 256), 348, 17),
+    "atari, 32": lambda: q_network(0.3, (32, 64, 64, 32)),  # the convolutions of the paper, dense
     "atari, 1 unit": lambda: q_network(0.0, (1, 1, 1, 1)),
     "minatar, 1 unit": lambda: grid_network(0.0, (1, 1), 1, 1),
     "mujoco, 1 unit": lambda: actor_network(0.0, (1,), 1, 1),
@@ -284,14 +286,20 @@ def test_whatever_a_file_says_about_itself_stays_in_the_comment(tmp_path):
 
 @needs_a_compiler
 @pytest.mark.parametrize(
-    ("text", "n_lines", "code"),
-    [("", 0, 0), ("1 " * 800, 2, 0), ("1 " * 799, 1, 2), ("1 x", 0, 2), ("1 " * 400 + "256", 1, 2), ("-1", 0, 2)],
+    ("text", "n_lines", "error"),
+    [
+        ("", 0, ""),
+        ("1 " * 800, 2, ""),
+        ("1 " * 799, 1, "error: the input ends after 399 of the 10 * 10 * 4 numbers of an observation\n"),
+        ("1 x", 0, "error: what follows number 1 of an observation cannot be read as a number\n"),
+        ("1 " * 400 + "256", 1, "error: number 1 of an observation is not from 0 to 255\n"),
+        ("0 -1", 0, "error: number 2 of an observation is not from 0 to 255\n"),
+    ],
 )
-def test_the_program_reads_whole_observations_and_says_what_is_missing(text, n_lines, code, tmp_path):
+def test_the_program_reads_whole_observations_and_says_what_is_wrong(text, n_lines, error, tmp_path):
     export_c(minatar_policy(tmp_path / "policy.npz"))
     result = subprocess.run([compile_c(tmp_path)], input=text, capture_output=True, text=True, check=False)
-    assert (result.stdout.count("\n"), result.returncode) == (n_lines, code)
-    assert result.stderr.startswith("error: the input ends after") == (code == 2)
+    assert (result.stdout.count("\n"), result.stderr, result.returncode) == (n_lines, error, 2 if error else 0)
 
 
 @needs_a_compiler
@@ -314,38 +322,61 @@ def test_the_table_and_the_comments_count_what_is_there(kind, tmp_path, capsys):
     network = SMALL[kind](0.85)
     export_c(policy_of(tmp_path / "policy.npz", network))
     table, header = capsys.readouterr().out, (tmp_path / "policy.h").read_text()
-    rows = dict(re.findall(r"^(Bytes of flash|Bytes of RAM|Non-zero weights|Bytes in the file) +(.*)$", table, re.M))
+    rows = dict(re.findall(r"^(Bytes [a-zA-Z ]*?|Non-zero weights)  +(\d.*)$", table, re.M))
     rows = {name: [int(x.replace(",", "")) for x in re.findall(r"[\d,]+", row)] for name, row in rows.items()}
     names = play_policy.layer_names(network["layers"])[: -1 if kind == "mujoco" else None]
     kernels = [network["params"][name]["kernel"] for name in names]
     n_biases = sum(len(network["params"][name]["bias"]) for name in names)
     assert rows["Bytes in the file"][0] == len(header)
-    assert rows["Bytes of flash"][0] == declared_bytes(header, "static const")
+    assert rows["Bytes of constants"][0] == declared_bytes(header, "static const")
     assert rows["Bytes of RAM"][0] == declared_bytes(header, "static")
     assert rows["Non-zero weights"][1] == sum(x.size for x in kernels)
     assert rows["Non-zero weights"][0] <= sum(map(np.count_nonzero, kernels))
-    assert 0 <= rows["Bytes of flash"][1] - 4 * (n_biases + sum(x.size for x in kernels)) <= 2 * 64 * 10 + 2000
-    weights, flash, ram = (f"{rows[x][0]:,}" for x in ("Non-zero weights", "Bytes of flash", "Bytes of RAM"))
-    assert f"{weights} of {rows['Non-zero weights'][1]:,} weights are needed, a sparsity of 0." in header
+    assert 0 <= rows["Bytes of constants"][1] - 4 * (n_biases + sum(x.size for x in kernels)) <= 2 * 64 * 10 + 2000
+    weights, flash, ram = (f"{rows[x][0]:,}" for x in ("Non-zero weights", "Bytes of constants", "Bytes of RAM"))
+    assert f"{weights} of {rows['Non-zero weights'][1]:,} weights are needed" in header
+    n_kept, n_all = play_policy.count_weights(network)
+    assert f"The network has a sparsity of {1 - n_kept / n_all:.3f}.\n" in header  # as play_policy.py prints it
     assert f"Flash: {flash} bytes" in header
     assert f"RAM: {ram} bytes" in header
 
 
-def test_the_size_that_a_dense_header_would_have_is_nearly_that_of_one(tmp_path, capsys):
+@pytest.mark.parametrize("sparsity", [0.0, 0.8])
+def test_the_size_that_a_dense_header_would_have_is_nearly_that_of_one(sparsity, tmp_path, capsys):
     export_c(policy_of(tmp_path / "policy.npz", SMALL["minatar"](0.0)))
-    row = re.search(r"Bytes in the file +(\S+) +about (\S+)", capsys.readouterr().out)
-    here, dense = (int(x.replace(",", "")) for x in row.groups())
-    assert dense == pytest.approx(here, rel=0.05)
+    dense = (tmp_path / "policy.h").stat().st_size
+    export_policy.main(Args(policy_of(tmp_path / "policy.npz", SMALL["minatar"](sparsity)), c=tmp_path / "policy.h"))
+    about = re.findall(r"Bytes in the file +\S+ +about (\S+)", capsys.readouterr().out)[1]
+    assert re.fullmatch("[1-9][0-9][0,]*", about.replace(",", "", 1))
+    assert int(about.replace(",", "")) == pytest.approx(dense, rel=0.1)
 
 
-@pytest.mark.parametrize("sparsity", [0.0, 0.1, 0.5, 0.95])
-def test_each_layer_is_written_in_the_smaller_way(sparsity):
+@pytest.mark.parametrize("sparsity", [0.0, 0.3, 0.5, 0.826, 0.95])
+def test_a_layer_is_written_sparse_only_if_that_halves_it(sparsity):
     for make in SMALL.values():
         for layer in export_policy.planar_layers("policy.npz", make(sparsity)):
-            sizes = [export_policy.count_bytes(export_policy.arrays_of(layer, x)) for x in (False, True)]
-            assert export_policy.count_bytes(export_policy.best_arrays(layer)) == min(sizes)
+            dense, sparse = (export_policy.count_bytes(export_policy.arrays_of(layer, x)) for x in (False, True))
+            halved, arrays = export_policy.best_arrays(layer)
+            assert halved == (sparse <= dense / 2)
+            assert export_policy.count_bytes(arrays) == (sparse if halved else dense)
     hidden = export_policy.planar_layers("policy.npz", SMALL["minatar"](sparsity))[1]
-    assert ("counts" in export_policy.best_arrays(hidden)) == (sparsity > 0.2)
+    assert export_policy.best_arrays(hidden)[0] == (sparsity > 0.6)
+
+
+def test_the_header_names_the_actions_of_minatar(tmp_path):
+    import minatar
+
+    words = {"n": "none", "l": "left", "u": "up", "r": "right", "d": "down", "f": "fire"}
+    games = {"Asterix", "Breakout", "Freeway", "Seaquest", "SpaceInvaders"}
+    assert set(export_policy.ACTIONS) == games
+    for game in games:
+        env = minatar.Environment(re.sub("(?<=[a-z])(?=[A-Z])", "_", game).lower())
+        names = [words[env.env.action_map[i]] for i in env.minimal_action_set()]
+        assert export_policy.ACTIONS[game].split(", ") == names
+        path = policy_of(tmp_path / "policy.npz", grid_network(0.5, n_actions=len(names)))
+        change_policy(path, lambda about, _, game=game: about["args"].update(env_id=game))
+        export_policy.main(Args(path, c=tmp_path / "policy.h"))
+        assert f"({', '.join(names)})" in (tmp_path / "policy.h").read_text()
 
 
 def test_a_header_needs_nothing_but_its_three_includes(tmp_path):
@@ -394,10 +425,20 @@ def test_without_onnx_the_message_says_what_to_install(tmp_path, capsys, monkeyp
         (dict(c=Path("a.h"), name="crazy-climber"), "--name 'crazy-climber' is no name in C"),
         (dict(c=Path("a.h"), name="é"), "is no name in C"),
         (dict(c=Path("a.h"), name="a\n"), "is no name in C"),
-        (dict(c=Path("a.h"), main=Path("folder.h/../a.h")), "--c and --main would be the same file, a.h"),
-        (dict(c=Path("policy.npz")), "the policy and --c would be the same file, policy.npz"),
-        (dict(c=Path('a".h'), main=Path("b.c")), """--c 'a".h' cannot stand in C: """),
-        (dict(c=Path("a.h"), main=Path("b*/b.c")), "--main 'b*/b.c' cannot stand in C: "),
+        (dict(c=Path("a.h"), onnx=Path("folder.h/../a.h")), "--c and --onnx would be the same file, a.h"),
+        (dict(onnx=Path("policy.npz")), "the policy and --onnx would be the same file, policy.npz"),
+        (dict(c=Path('a".h'), main=Path("b.c")), """/a".h' cannot stand in C: """),
+        (dict(c=Path("a.h"), main=Path("b*/b.c")), "/b*/b.c' cannot stand in C: "),
+        (dict(c=Path("a??/b.h")), "/a??/b.h' cannot stand in C: "),
+        (dict(c=Path("a\r.h")), "/a\\r.h' cannot stand in C: "),
+        (dict(c=Path("a\udcff.h")), "/a\\udcff.h' cannot stand in C: "),  # bytes that are not UTF-8
+        (dict(onnx=Path("a\udcff.onnx")), "/a\\udcff.onnx' cannot stand in C: "),
+        (dict(c=Path("policy")), "--c policy must be a .h file"),
+        (
+            dict(c=Path("a.h"), main=Path("a.c"), onnx=Path("agent"), name="agent"),
+            "--onnx and the program of --name would be the same file, agent",
+        ),
+        (dict(c=Path("a.h"), main=Path("mine.c")), "mine.c has other text, perhaps yours: remove it, or choose"),
         (dict(c=Path("a.h"), main=Path("policy")), "--main policy must be a .c file"),
         (dict(c=Path("nowhere/a.h")), "cannot write to nowhere: No such file or directory"),
         (dict(c=Path("a.h"), main=Path("nowhere/a.c")), "cannot write to nowhere: No such file or directory"),
@@ -411,6 +452,7 @@ def test_mistakes_are_told_in_one_line_and_leave_nothing(flags, message, tmp_pat
     path = minatar_policy(Path("policy.npz"))
     Path("folder.h").mkdir()
     os.mkfifo("pipe.h")
+    Path("mine.c").write_text("int main(void) { return 0; }")
     before = {x: x.is_file() and x.read_bytes() for x in Path().rglob("*")}
     assert message in refused(Args(path, **flags), capsys)
     assert {x: x.is_file() and x.read_bytes() for x in Path().rglob("*")} == before
@@ -418,7 +460,7 @@ def test_mistakes_are_told_in_one_line_and_leave_nothing(flags, message, tmp_pat
 
 def test_the_policy_in_the_folder_of_a_run_is_not_overwritten(tmp_path, capsys):
     path = minatar_policy(tmp_path / "policy.npz")
-    assert "would be the same file" in refused(Args(tmp_path, c=path), capsys)
+    assert "would be the same file" in refused(Args(tmp_path, onnx=path), capsys)
     export_policy.main(Args(tmp_path, c=tmp_path / "policy.h"))
 
 
@@ -478,6 +520,15 @@ def test_a_full_disk_leaves_the_file_before(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(Path, "replace", replace)
     assert sorted(tmp_path.iterdir()) == [header, path]
     assert header.read_text() == "the header before"
+
+
+def test_nothing_but_the_outputs_is_touched(tmp_path):
+    path, mine = minatar_policy(tmp_path / "policy.npz"), tmp_path / "q.h.tmp"
+    mine.write_text("mine")
+    for _ in range(2):  # the second time over the files of the first
+        export_policy.main(Args(path, c=tmp_path / "q.h", main=tmp_path / "e.c", onnx=tmp_path / "q.h.onnx"))
+        assert {x.name for x in tmp_path.iterdir()} == {"policy.npz", "q.h.tmp", "q.h", "e.c", "q.h.onnx"}
+    assert mine.read_text() == "mine"
 
 
 def test_it_needs_neither_jax_nor_scipy_nor_a_game(tmp_path):
