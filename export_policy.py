@@ -2,7 +2,7 @@
 # requires-python = ">=3.11"
 # dependencies = ["numpy>=2", "onnx>=1.16", "tyro>=1.0"]
 # ///
-"""Turns a trained policy into a C header, sparse where that is much smaller, or into an ONNX file, dense.
+"""Turns a trained policy into a C header, sparse where that is smaller, or into an ONNX file, dense.
 
     python export_policy.py runs/... --c policy.h --main example.c
     cc -O3 -march=native example.c -o policy -lm
@@ -42,7 +42,7 @@ TOOL = "this exporter"  # in messages
 @dataclasses.dataclass(frozen=True)
 class Args:
     path: tyro.conf.Positional[Path]  # the folder of a run, or its policy.npz
-    c: Path | None = None  # header of C99 and C++ to write; a layer is without its zeros where that halves it
+    c: Path | None = None  # header of C99 and C++ to write; a layer is without its zeros where that is smaller
     main: Path | None = None  # small C program to write around the header: it reads observations and prints outputs
     onnx: Path | None = None  # file to write for ONNX Runtime, which knows no sparse weights
     name: str = "policy"  # what all names in the header begin with
@@ -473,11 +473,11 @@ def arrays_of(layer: PlanarLayer, sparse: bool) -> dict[str, np.ndarray]:
 
 
 def best_arrays(layer: PlanarLayer) -> tuple[bool, dict[str, np.ndarray]]:
-    """Whether it is written sparse, and how. It is if that halves it: on a processor without vectors that takes fewer
-    instructions, too (benchmark/README.md). At less, a few bytes would be paid with much time."""
+    """Whether it is written sparse, and how. It is where that is smaller: on a microcontroller that takes fewer
+    instructions, too; on a processor with wide vectors it can take more time (benchmark/README.md)."""
     sparse, dense = arrays_of(layer, sparse=True), arrays_of(layer, sparse=False)
-    halved = 2 * count_bytes(sparse) <= count_bytes(dense)
-    return halved, sparse if halved else dense
+    smaller = count_bytes(sparse) < count_bytes(dense)
+    return smaller, sparse if smaller else dense
 
 
 def count_bytes(arrays: dict[str, np.ndarray]) -> int:
@@ -500,7 +500,7 @@ def plain(text) -> str:
 
 def constants_text(name: str, layer: PlanarLayer, what: str, sparse: bool, arrays: dict[str, np.ndarray]) -> str:
     kept = f"{np.count_nonzero(layer.kernel):,} of {layer.kernel.size:,} weights are not zero"
-    note = "only they are written" if sparse else "all are written, as leaving out zeros would not halve it"
+    note = "only they are written" if sparse else "all are written, which takes less room"
     comment = f"/* {plain(layer.name)}: {what}.\n   {kept}: {note}. */\n"
     return comment + "".join(array_text(f"{name}_{key}", x) for key, x in arrays.items())
 
