@@ -234,7 +234,7 @@ def tensor_densities(tensors: list[np.ndarray], sparsity: float, distribution: s
     # Erdos-Renyi-Kernel: density in proportion to sum(shape) / prod(shape), and `sparsity` in total. A tensor whose
     # density would exceed 1 stays dense, and the others share the rest: each round can find one more.
     sums = np.array([sum(x.shape) for x in tensors])
-    dense = np.zeros(len(tensors), bool)
+    dense, scale = np.zeros(len(tensors), bool), 0.0
     for _ in tensors:
         scale = ((1.0 - sparsity) * sizes.sum() - sizes[dense].sum()) / max(sums[~dense].sum(), 1)
         dense |= scale * sums > sizes
@@ -523,7 +523,8 @@ def load_args(args: Args) -> Args:
         flags = dict(json.loads((folder / "args.json").read_text()))
     except (ValueError, TypeError):
         fail(f"{folder / 'args.json'} is damaged")
-    script, differing = flags.pop("script", "another script"), sorted(flags.keys() ^ vars(args).keys())
+    script = flags.pop("script", "another script")
+    differing = sorted(flags.keys() ^ vars(args).keys())
     if script != Path(__file__).stem:
         fail(f"{folder} is a run of {script}")
     if differing:
@@ -562,8 +563,6 @@ class Run:
     def restore(self, **fresh) -> dict:
         """What `save` was given, by name, and the metrics; in a new run what is given here. Curves are cut back."""
         if not self.args.resume:
-            flags = {"script": Path(__file__).stem, **vars(self.args)}
-            (self.folder / "args.json").write_text(json.dumps(flags, indent=2, default=str))
             return fresh | {"metrics": {}}
         path, expected = self.folder / "checkpoint.npz", arrays_by_name(fresh)
         about, arrays = read_npz(path)
@@ -583,13 +582,16 @@ class Run:
 
     def steps(self, timed_after: int = 0, stride: int = 1):
         """Counts the steps, until the last one or until a signal has come."""
+        if not self.args.resume:
+            flags = {"script": Path(__file__).stem, **vars(self.args)}
+            (self.folder / "args.json").write_text(json.dumps(flags, indent=2, default=str))
         device = jax.default_backend().upper()
         print(f"Run folder {self.folder}, on the {device}, after {self.step:,} steps", flush=True)
         timed_from = max(self.step, timed_after) + 100  # by then updates run, and have compiled
         total, style = self.args.total_timesteps, {"dynamic_ncols": True}
         if not sys.stdout.isatty():  # then a line every half minute
             line = "{n:,}/{total:,} steps, {rate_fmt}, {remaining} left{postfix}\n"
-            style = {"bar_format": line, "mininterval": 30, "maxinterval": 60}
+            style = {"bar_format": line, "mininterval": 30, "miniters": 1}
         bar = tqdm(total=total, initial=self.step, unit=" steps", file=sys.stdout, **style)
         with contextlib.closing(EventFileWriter(str(self.folder))) as self.writer, bar as self.bar:
             while self.step < total and not self.stopped:

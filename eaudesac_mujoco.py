@@ -153,8 +153,8 @@ class Transitions(NamedTuple):
 
 
 def check_room(args: Args, folder: Path, n_bytes: int) -> None:
-    """A checkpoint holds the memory, and is written beside the one before it, which is there when a run goes on."""
-    needed = n_bytes * (1 if args.resume else 2)
+    """A checkpoint holds the memory, and is written beside the one before it."""
+    needed = 2 * n_bytes - sum(path.stat().st_size for path in folder.glob("checkpoint.npz"))
     if args.checkpoint_period and needed > shutil.disk_usage(folder).free:
         fail(f"{folder} needs {needed / 1e9:,.1f} GB: lower --buffer-size, or --checkpoint-period 0 writes nothing")
 
@@ -229,7 +229,7 @@ def tensor_densities(tensors: list[np.ndarray], sparsity: float, distribution: s
     # Erdos-Renyi-Kernel: density in proportion to sum(shape) / prod(shape), and `sparsity` in total. A tensor whose
     # density would exceed 1 stays dense, and the others share the rest: each round can find one more.
     sums = np.array([sum(x.shape) for x in tensors])
-    dense = np.zeros(len(tensors), bool)
+    dense, scale = np.zeros(len(tensors), bool), 0.0
     for _ in tensors:
         scale = ((1.0 - sparsity) * sizes.sum() - sizes[dense].sum()) / max(sums[~dense].sum(), 1)
         dense |= scale * sums > sizes
@@ -355,21 +355,19 @@ class Draws(NamedTuple):
     choice_uniforms: np.ndarray  # (2,) uniform in [0, 1), for the critic that the actor learns from
 
 
-def soft_values(actor: Actor, critic: Critic, actor_params, temperature, critic_pair, observations, noise):
-    """min_i Q_i(s, a) - alpha log pi(a | s) for a drawn action a in each state s, and log pi(a | s); both (batch,)."""
+def lower_values(actor: Actor, critic: Critic, actor_params, critic_pair, observations, noise):
+    """min_i Q_i(s, a) and log pi(a | s), of an action a drawn in each state s; both (batch,)."""
     actions, log_probs = squashed_gaussian(*actor.apply(actor_params, observations), noise)
     q_values = jax.vmap(critic.apply, in_axes=(0, None, None))(critic_pair, observations, actions)  # (2, batch)
-    return q_values.min(axis=0) - temperature * log_probs, log_probs
+    return q_values.min(axis=0), log_probs
 
 
 def learn_critics(args: Args, actor: Actor, critic: Critic, state: AgentState, batch: Transitions, noise):
     """Alg. 2, l. 6-10: one gradient step of all critics towards the shared target."""
     target_pair = network_at(state.target_params, (jnp.arange(2), state.target_idx))  # (2, ...)
     temperature = jnp.exp(state.log_temperature)
-    next_values, _ = soft_values(
-        actor, critic, state.actor_params, temperature, target_pair, batch.next_observations, noise
-    )
-    targets = batch.rewards + args.gamma * (1 - batch.terminals) * next_values  # l. 6
+    values, log_probs = lower_values(actor, critic, state.actor_params, target_pair, batch.next_observations, noise)
+    targets = batch.rewards + args.gamma * (1 - batch.terminals) * (values - temperature * log_probs)  # l. 6
 
     def td_loss(params):
         q_values = critic.apply(params, batch.observations, batch.actions)  # (batch,)
@@ -395,13 +393,14 @@ def learn_actor(args: Args, actor: Actor, critic: Critic, state: AgentState, cri
     temperature = jnp.exp(state.log_temperature)
 
     def actor_loss(actor_params):
-        values, log_probs = soft_values(actor, critic, actor_params, temperature, critic_pair, observations, noise)
-        return -jnp.mean(values), -jnp.mean(log_probs)
+        values, log_probs = lower_values(actor, critic, actor_params, critic_pair, observations, noise)
+        return -jnp.mean(values - temperature * log_probs), -jnp.mean(log_probs)
+
+    (loss, entropy), actor_grads = jax.value_and_grad(actor_loss, has_aux=True)(state.actor_params)
 
     def temperature_loss(log_temperature):  # see PAPER.md
         return jnp.exp(log_temperature) * (entropy + actor.n_actions)
 
-    (loss, entropy), actor_grads = jax.value_and_grad(actor_loss, has_aux=True)(state.actor_params)
     grads = actor_grads, jax.grad(temperature_loss)(state.log_temperature)
     updates, actor_opt_state = make_optimizer(args).update(grads, state.actor_opt_state)
     actor_params, log_temperature = optax.apply_updates((state.actor_params, state.log_temperature), updates)
@@ -427,10 +426,8 @@ def learn(args: Args, actor: Actor, critic: Critic, state: AgentState, draws: Dr
     if with_actor:
         behaviour_idx = draw_networks(draws.choice_uniforms, state.cumulated_losses)  # (2,) l. 11
         critic_pair = network_at(state.params, (jnp.arange(2), behaviour_idx))  # (2, ...)
-        state, actor_metrics = learn_actor(
-            args, actor, critic, state, critic_pair, batch.observations, draws.actor_noise
-        )
-        metrics |= actor_metrics
+        state, more = learn_actor(args, actor, critic, state, critic_pair, batch.observations, draws.actor_noise)
+        metrics |= more
     return state, metrics
 
 
@@ -445,7 +442,8 @@ def prune_critic_copies(args: Args, rng: np.random.Generator, state: AgentState,
         sparsity = next_sparsity(sparsities[parent], noise, step, next_step, args.total_timesteps, args.max_speed)
         sparsities[i, k] = min(sparsity, 1 - 1e-6)  # `magnitude_masks` wants less than 1
         masks[i][k] = magnitude_masks(network_at(state.params, parent), sparsities[i, k], args.sparsity_distribution)
-    masks = jax.tree.map(lambda *x: jnp.stack(x).reshape(2, args.n_networks, *x[0].shape), *masks[0], *masks[1])
+    masks = [jax.tree.map(lambda *x: jnp.stack(x), *of_critic) for of_critic in masks]  # (K, ...) each
+    masks = jax.tree.map(lambda *x: jnp.stack(x), *masks)  # (2, K, ...)
     return next_critics(args, state, parents, masks, sparsities)
 
 
@@ -532,7 +530,7 @@ def train(args: Args) -> Path:
             if not np.isfinite(action).all():
                 fail(f"the actor has diverged at step {step - 1}; try a lower --learning-rate")
             next_observation, reward, terminal, truncation, _ = env.step(action)
-            memory.add(observation, action, reward, next_observation, terminal)
+            memory.add(observation, action, reward, next_observation, terminal)  # l. 3, too
             episode.add(action, reward)
             if terminal or truncation:
                 run.log({"charts/episodic_return": episode.score, "charts/episodic_length": len(episode.actions)})
@@ -614,7 +612,8 @@ def load_args(args: Args) -> Args:
         flags = dict(json.loads((folder / "args.json").read_text()))
     except (ValueError, TypeError):
         fail(f"{folder / 'args.json'} is damaged")
-    script, differing = flags.pop("script", "another script"), sorted(flags.keys() ^ vars(args).keys())
+    script = flags.pop("script", "another script")
+    differing = sorted(flags.keys() ^ vars(args).keys())
     if script != Path(__file__).stem:
         fail(f"{folder} is a run of {script}")
     if differing:
@@ -653,8 +652,6 @@ class Run:
     def restore(self, **fresh) -> dict:
         """What `save` was given, by name, and the metrics; in a new run what is given here. Curves are cut back."""
         if not self.args.resume:
-            flags = {"script": Path(__file__).stem, **vars(self.args)}
-            (self.folder / "args.json").write_text(json.dumps(flags, indent=2, default=str))
             return fresh | {"metrics": {}}
         path, expected = self.folder / "checkpoint.npz", arrays_by_name(fresh)
         about, arrays = read_npz(path)
@@ -674,13 +671,16 @@ class Run:
 
     def steps(self, timed_after: int = 0, stride: int = 1):
         """Counts the steps, until the last one or until a signal has come."""
+        if not self.args.resume:
+            flags = {"script": Path(__file__).stem, **vars(self.args)}
+            (self.folder / "args.json").write_text(json.dumps(flags, indent=2, default=str))
         device = jax.default_backend().upper()
         print(f"Run folder {self.folder}, on the {device}, after {self.step:,} steps", flush=True)
         timed_from = max(self.step, timed_after) + 100  # by then updates run, and have compiled
         total, style = self.args.total_timesteps, {"dynamic_ncols": True}
         if not sys.stdout.isatty():  # then a line every half minute
             line = "{n:,}/{total:,} steps, {rate_fmt}, {remaining} left{postfix}\n"
-            style = {"bar_format": line, "mininterval": 30, "maxinterval": 60}
+            style = {"bar_format": line, "mininterval": 30, "miniters": 1}
         bar = tqdm(total=total, initial=self.step, unit=" steps", file=sys.stdout, **style)
         with contextlib.closing(EventFileWriter(str(self.folder))) as self.writer, bar as self.bar:
             while self.step < total and not self.stopped:

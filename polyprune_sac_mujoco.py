@@ -150,8 +150,8 @@ class Transitions(NamedTuple):
 
 
 def check_room(args: Args, folder: Path, n_bytes: int) -> None:
-    """A checkpoint holds the memory, and is written beside the one before it, which is there when a run goes on."""
-    needed = n_bytes * (1 if args.resume else 2)
+    """A checkpoint holds the memory, and is written beside the one before it."""
+    needed = 2 * n_bytes - sum(path.stat().st_size for path in folder.glob("checkpoint.npz"))
     if args.checkpoint_period and needed > shutil.disk_usage(folder).free:
         fail(f"{folder} needs {needed / 1e9:,.1f} GB: lower --buffer-size, or --checkpoint-period 0 writes nothing")
 
@@ -226,7 +226,7 @@ def tensor_densities(tensors: list[np.ndarray], sparsity: float, distribution: s
     # Erdos-Renyi-Kernel: density in proportion to sum(shape) / prod(shape), and `sparsity` in total. A tensor whose
     # density would exceed 1 stays dense, and the others share the rest: each round can find one more.
     sums = np.array([sum(x.shape) for x in tensors])
-    dense = np.zeros(len(tensors), bool)
+    dense, scale = np.zeros(len(tensors), bool), 0.0
     for _ in tensors:
         scale = ((1.0 - sparsity) * sizes.sum() - sizes[dense].sum()) / max(sums[~dense].sum(), 1)
         dense |= scale * sums > sizes
@@ -321,20 +321,19 @@ class Draws(NamedTuple):
     actor_noise: np.ndarray  # (batch, n_actions)
 
 
-def soft_values(actor: Actor, critic: Critic, actor_params, temperature, critic_pair, observations, noise):
-    """min_i Q_i(s, a) - alpha log pi(a | s) for a drawn action a in each state s, and log pi(a | s); both (batch,)."""
+def lower_values(actor: Actor, critic: Critic, actor_params, critic_pair, observations, noise):
+    """min_i Q_i(s, a) and log pi(a | s), of an action a drawn in each state s; both (batch,)."""
     actions, log_probs = squashed_gaussian(*actor.apply(actor_params, observations), noise)
     q_values = jax.vmap(critic.apply, in_axes=(0, None, None))(critic_pair, observations, actions)  # (2, batch)
-    return q_values.min(axis=0) - temperature * log_probs, log_probs
+    return q_values.min(axis=0), log_probs
 
 
 def learn_critics(args: Args, actor: Actor, critic: Critic, state: AgentState, batch: Transitions, noise):
     """Alg. 2, l. 6-9: one gradient step of both critics, under their masks."""
+    target_pair = state.target_params  # (2, ...)
     temperature = jnp.exp(state.log_temperature)
-    next_values, _ = soft_values(
-        actor, critic, state.actor_params, temperature, state.target_params, batch.next_observations, noise
-    )
-    targets = batch.rewards + args.gamma * (1 - batch.terminals) * next_values  # l. 6
+    values, log_probs = lower_values(actor, critic, state.actor_params, target_pair, batch.next_observations, noise)
+    targets = batch.rewards + args.gamma * (1 - batch.terminals) * (values - temperature * log_probs)  # l. 6
 
     def td_loss(params):
         q_values = critic.apply(params, batch.observations, batch.actions)  # (batch,)
@@ -355,13 +354,14 @@ def learn_actor(args: Args, actor: Actor, critic: Critic, state: AgentState, cri
     temperature = jnp.exp(state.log_temperature)
 
     def actor_loss(actor_params):
-        values, log_probs = soft_values(actor, critic, actor_params, temperature, critic_pair, observations, noise)
-        return -jnp.mean(values), -jnp.mean(log_probs)
+        values, log_probs = lower_values(actor, critic, actor_params, critic_pair, observations, noise)
+        return -jnp.mean(values - temperature * log_probs), -jnp.mean(log_probs)
+
+    (loss, entropy), actor_grads = jax.value_and_grad(actor_loss, has_aux=True)(state.actor_params)
 
     def temperature_loss(log_temperature):  # see PAPER.md
         return jnp.exp(log_temperature) * (entropy + actor.n_actions)
 
-    (loss, entropy), actor_grads = jax.value_and_grad(actor_loss, has_aux=True)(state.actor_params)
     grads = actor_grads, jax.grad(temperature_loss)(state.log_temperature)
     updates, actor_opt_state = make_optimizer(args).update(grads, state.actor_opt_state)
     actor_params, log_temperature = optax.apply_updates((state.actor_params, state.log_temperature), updates)
@@ -377,9 +377,8 @@ def learn(args: Args, actor: Actor, critic: Critic, state: AgentState, draws: Dr
         batch = Transitions(*(x[i] for x in draws.batches))
         state, metrics = learn_critics(args, actor, critic, state, batch, draws.critic_noise[i])
     if with_actor:
-        noise = draws.actor_noise
-        state, actor_metrics = learn_actor(args, actor, critic, state, state.params, batch.observations, noise)
-        metrics |= actor_metrics
+        state, more = learn_actor(args, actor, critic, state, state.params, batch.observations, draws.actor_noise)
+        metrics |= more
     return state, metrics
 
 
@@ -455,7 +454,7 @@ def train(args: Args) -> Path:
             if not np.isfinite(action).all():
                 fail(f"the actor has diverged at step {step - 1}; try a lower --learning-rate")
             next_observation, reward, terminal, truncation, _ = env.step(action)
-            memory.add(observation, action, reward, next_observation, terminal)
+            memory.add(observation, action, reward, next_observation, terminal)  # l. 3, too
             episode.add(action, reward)
             if terminal or truncation:
                 run.log({"charts/episodic_return": episode.score, "charts/episodic_length": len(episode.actions)})
@@ -528,7 +527,8 @@ def load_args(args: Args) -> Args:
         flags = dict(json.loads((folder / "args.json").read_text()))
     except (ValueError, TypeError):
         fail(f"{folder / 'args.json'} is damaged")
-    script, differing = flags.pop("script", "another script"), sorted(flags.keys() ^ vars(args).keys())
+    script = flags.pop("script", "another script")
+    differing = sorted(flags.keys() ^ vars(args).keys())
     if script != Path(__file__).stem:
         fail(f"{folder} is a run of {script}")
     if differing:
@@ -567,8 +567,6 @@ class Run:
     def restore(self, **fresh) -> dict:
         """What `save` was given, by name, and the metrics; in a new run what is given here. Curves are cut back."""
         if not self.args.resume:
-            flags = {"script": Path(__file__).stem, **vars(self.args)}
-            (self.folder / "args.json").write_text(json.dumps(flags, indent=2, default=str))
             return fresh | {"metrics": {}}
         path, expected = self.folder / "checkpoint.npz", arrays_by_name(fresh)
         about, arrays = read_npz(path)
@@ -588,13 +586,16 @@ class Run:
 
     def steps(self, timed_after: int = 0, stride: int = 1):
         """Counts the steps, until the last one or until a signal has come."""
+        if not self.args.resume:
+            flags = {"script": Path(__file__).stem, **vars(self.args)}
+            (self.folder / "args.json").write_text(json.dumps(flags, indent=2, default=str))
         device = jax.default_backend().upper()
         print(f"Run folder {self.folder}, on the {device}, after {self.step:,} steps", flush=True)
         timed_from = max(self.step, timed_after) + 100  # by then updates run, and have compiled
         total, style = self.args.total_timesteps, {"dynamic_ncols": True}
         if not sys.stdout.isatty():  # then a line every half minute
             line = "{n:,}/{total:,} steps, {rate_fmt}, {remaining} left{postfix}\n"
-            style = {"bar_format": line, "mininterval": 30, "maxinterval": 60}
+            style = {"bar_format": line, "mininterval": 30, "miniters": 1}
         bar = tqdm(total=total, initial=self.step, unit=" steps", file=sys.stdout, **style)
         with contextlib.closing(EventFileWriter(str(self.folder))) as self.writer, bar as self.bar:
             while self.step < total and not self.stopped:

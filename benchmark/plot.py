@@ -937,11 +937,11 @@ def main(args: Args) -> None:
     for name in [args.only] if args.only else FIGURES:
         try:
             figure = FIGURES[name]()
-        except FileNotFoundError as error:
-            print(f"{name} is not drawn: there is no {error.filename}")
-            continue
-        except KeyError as error:
-            print(f"{name} is not drawn: there is no finished run of {error}")
+        except (FileNotFoundError, KeyError) as error:
+            message = f"{name} is not drawn: there is no {getattr(error, 'filename', f'finished run of {error}')}"
+            if args.only:
+                fail(message)
+            print(message)
             continue
         path = RESULTS / f"{name}.png"
         figure.savefig(path, dpi=150)

@@ -195,15 +195,15 @@ def test_best_network_keeps_its_slot_and_so_does_every_selected_one():
             assert parents[parent] == parent
 
 
-def test_seats_follow_the_winning_probabilities_of_tournaments():
+def test_selections_follow_the_winning_probabilities_of_tournaments():
     # Of 5 networks, 3 are drawn: the best of all is among them with probability 6/10, else the second with 3/10, ...
     rng, n_draws = np.random.default_rng(0), 20_000
-    seats = np.array([np.bincount(select_population(rng, LOSSES, 3), minlength=5) for _ in range(n_draws)])
+    n_selected = np.array([np.bincount(select_population(rng, LOSSES, 3), minlength=5) for _ in range(n_draws)])
     probabilities = np.array([0.0, 0.6, 0.0, 0.3, 0.1])
     expected = 4 * probabilities + np.array([0, 1, 0, 0, 0])
     deviation = np.sqrt(4 * probabilities * (1 - probabilities) / n_draws)
-    assert (np.abs(seats.mean(axis=0) - expected) <= 4 * deviation).all()
-    assert (seats[:, 1] == 5).mean() == pytest.approx(0.6**4, abs=0.01)  # the seats are drawn independently
+    assert (np.abs(n_selected.mean(axis=0) - expected) <= 4 * deviation).all()
+    assert (n_selected[:, 1] == 5).mean() == pytest.approx(0.6**4, abs=0.01)  # the tournaments are independent
 
 
 def test_copies_fill_each_free_slot_once():
@@ -227,8 +227,8 @@ def test_tournament_of_all_networks_leaves_only_the_best():
 
 def test_tournament_of_one_is_a_uniform_draw():
     rng = np.random.default_rng(0)
-    seats = np.mean([np.bincount(select_population(rng, LOSSES, 1), minlength=5) for _ in range(10_000)], axis=0)
-    np.testing.assert_allclose(seats, [0.8, 1.8, 0.8, 0.8, 0.8], atol=0.05)
+    n_selected = np.mean([np.bincount(select_population(rng, LOSSES, 1), minlength=5) for _ in range(10_000)], axis=0)
+    np.testing.assert_allclose(n_selected, [0.8, 1.8, 0.8, 0.8, 0.8], atol=0.05)
 
 
 def test_diverged_networks_are_never_selected():

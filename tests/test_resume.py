@@ -15,6 +15,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import filelock
 import jax
 import numpy as np
 import pytest
@@ -455,12 +456,13 @@ def test_a_disk_that_fills_up_leaves_the_checkpoint_before(tmp_path, monkeypatch
     assert script.train(script.Args(resume=run)) == run
 
 
-def stop_offline(script, folder, monkeypatch):
-    """A run that was stopped after 37 of its 120 steps."""
+def stop_offline(script, folder, monkeypatch, n_calls=37):
+    """A run that was stopped, on a CPU after 37 of its 120 steps."""
+    folder.mkdir(exist_ok=True)
     write_data(folder / "data")
     args = script.Args(runs_dir=folder / "runs", dataset_dir=folder / "data", **DATA)
     with monkeypatch.context() as patch:
-        stop_after(37, script, patch)
+        stop_after(n_calls, script, patch)
         with pytest.raises(SystemExit) as exit_info:
             script.train(args)
     assert exit_info.value.code == 130
@@ -519,19 +521,20 @@ def test_an_offline_run_goes_on_from_another_folder(script, tmp_path, monkeypatc
 @pytest.mark.slow
 @pytest.mark.parametrize("script", [eaudecql_atari, polyprune_cql_atari], ids=["eaudecql", "polyprune_cql"])
 def test_many_updates_in_a_call_on_an_accelerator_are_those_of_a_cpu(script, tmp_path, monkeypatch):
-    """From the start, and in a run that was stopped on a CPU, after 37 of 120 steps."""
-    stopped = stop_offline(script, tmp_path, monkeypatch)
-    args = script.Args(runs_dir=tmp_path / "others", dataset_dir=tmp_path / "data", **DATA)
+    """Stopped there after 60 of 120 steps, or on a CPU after 37, and resumed there."""
+    stopped = stop_offline(script, tmp_path / "stopped", monkeypatch)
+    args = script.Args(runs_dir=tmp_path / "others", dataset_dir=tmp_path / "stopped" / "data", **DATA)
     on_cpu, calls = script.train(args), []
     learn_many = script.learn_many
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(script, "learn_many", lambda *x: calls.append(len(x[-1].actions)) or learn_many(*x))
     script.train(script.Args(resume=stopped))
-    assert set(calls) == {1}  # 37 steps in
+    assert set(calls) == {1}  # as no more divides the 37 steps
     calls.clear()
-    from_start = script.train(args)
-    assert set(calls) == {20}
-    for run in (stopped, from_start):
+    stopped_there = stop_offline(script, tmp_path / "there", monkeypatch, n_calls=3)
+    script.train(script.Args(resume=stopped_there))
+    assert calls == [20] * 6
+    for run in (stopped, stopped_there):
         assert [step for step, _ in scalars(run)["sparsity/target"]] == [20, 40, 60, 80, 100, 120]
         for name, x in final_weights(on_cpu).items():
             np.testing.assert_allclose(final_weights(run)[name], x, atol=1e-4)
@@ -607,3 +610,25 @@ def test_a_disk_without_room_for_two_checkpoints_is_said_at_the_start(script, tm
     assert exit_info.value.code == 2
     assert " needs 0.2 GB: lower --buffer-size, or --checkpoint-period 0 writes nothing\n" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_goes_on_needs_room_for_a_full_checkpoint_beside_the_one_that_is_there(tmp_path, monkeypatch):
+    (tmp_path / "checkpoint.npz").write_bytes(bytes(1_000))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free))
+    args = eaudesac_mujoco.Args(resume=tmp_path)
+    free = 2 * 50_000 - 1_000
+    eaudesac_mujoco.check_room(args, tmp_path, 50_000)
+    free -= 1
+    with pytest.raises(SystemExit):
+        eaudesac_mujoco.check_room(args, tmp_path, 50_000)
+
+
+def test_a_signal_that_comes_with_the_first_file_is_not_lost(tmp_path, monkeypatch):
+    acquire = filelock.FileLock.acquire
+    monkeypatch.setattr(filelock.FileLock, "acquire", lambda *x, **y: (acquire(*x, **y), signal.raise_signal(15)))
+    with pytest.raises(SystemExit) as exit_info:
+        eaudedqn_atari.train(eaudedqn_atari.Args(runs_dir=tmp_path, **PONG))
+    assert exit_info.value.code == 143
+    (run,) = tmp_path.iterdir()
+    assert eaudedqn_atari.read_npz(run / "checkpoint.npz")[0]["step"] == 1

@@ -9,6 +9,7 @@ import functools
 import importlib
 import inspect
 import itertools
+import shutil
 from typing import NamedTuple
 
 import jax
@@ -163,7 +164,7 @@ class Seen:
         self.population, self.mujoco = name.startswith("eaude"), name.endswith("mujoco")
         self.offline = hasattr(script, "ReplayData")
         self.calls, self.envs, self.seeds, self.adams, self.taus, self.resumed = [], [], [], [], [], []
-        self.run = self.memory = None
+        self.run, self.memory, self.copies = None, None, folder / "copies"
         self.due = set()  # steps, or periods of them, at which a call of many updates has to end
         self.patch(monkeypatch)
         data = {"dataset_dir": write_data(folder / "data")} if self.offline else {}
@@ -213,7 +214,9 @@ class Seen:
             result = function(*inputs, **named)
             self.calls.append(Call(name, self.run.step if self.run else 0, given, host(result)))
             if name == "write_npz" and given["path"].name == "checkpoint.npz":
-                self.resumed.append(self.script.load_args(self.script.Args(resume=given["path"].parent)))
+                copy = self.copies / str(len(self.resumed)) / given["path"].parent.name  # nobody is at work on it
+                shutil.copytree(given["path"].parent, copy, ignore=shutil.ignore_patterns("*.lock"))
+                self.resumed.append((copy, self.script.load_args(self.script.Args(resume=copy))))
             return result
 
         monkeypatch.setattr(self.script, name, call)
@@ -297,7 +300,7 @@ WHERE = {  # it must be seen: all values that are found there
     ),
     "runs_dir": lambda s: {s.folder.parent},
     "checkpoint_period": lambda s: set(np.diff([0, *(x.inputs["about"]["step"] for x in checkpoints(s))])),
-    "resume": lambda s: {args.resume for args in s.resumed},
+    "resume": lambda s: {s.folder if args.resume == copy else args.resume for copy, args in s.resumed},
     "horizon": lambda s: s.given("make_env", "horizon"),
     "features": lambda s: {x.features for x in s.given("init_agent", "network")},
     "critic_features": lambda s: {x.features for x in s.given("init_agent", "critic")},
@@ -351,7 +354,8 @@ def test_every_flag_reaches_what_it_names(seen):
     assert not [x.name for x in dataclasses.fields(seen.args) if x.default == flags[x.name]]
     assert flags.keys() <= WHERE.keys()
     assert {name: WHERE[name](seen) for name in flags} == {name: {value} for name, value in flags.items()}
-    assert seen.resumed == [dataclasses.replace(seen.args, resume=seen.folder)] * 4
+    assert seen.resumed == [(copy, dataclasses.replace(seen.args, resume=copy)) for copy, _ in seen.resumed]
+    assert len(seen.resumed) == 4
 
 
 # ---- What is learned, saved and evaluated ----------------------------------------------------------------------------
