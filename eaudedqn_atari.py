@@ -50,7 +50,7 @@ Distribution = Literal["erk", "uniform", "global"]  # of the sparsity over the t
 
 
 # ---- Arguments: the defaults are the paper's, where it has them ------------------------------------------------------
-Whole = Annotated[int, (1, math.inf)]  # a kind of flag and its range, where a bound may be the name of another flag
+Whole = Annotated[int, (1, math.inf)]  # a type and its range; a bound can name another flag: (1, "total_timesteps")
 Share = Annotated[float, (0, 1)]
 
 
@@ -172,7 +172,7 @@ def frames_on_disk(path: Path, shape: tuple[int, ...]) -> np.ndarray:
     """An array in a file, which outlives the process. On Linux its room on the disk is taken at once."""
     folder, n_bytes = path.parent, math.prod(shape)
     if not path.exists() and n_bytes > shutil.disk_usage(folder).free:
-        fail(f"{folder} needs {n_bytes / 1e9:,.1f} GB: lower --buffer-size, or --checkpoint-period 0 writes nothing")
+        fail(f"{folder} needs {n_bytes / 1e9:,.1f} GB: lower --buffer-size or --checkpoint-period (0 writes nothing)")
     path.touch()
     with open(path, "rb+") as file:
         if hasattr(os, "posix_fallocate"):
@@ -217,7 +217,8 @@ class ReplayMemory:
         return {"rows": self.rows, "n_added": self.n_added, "episode_step": self.episode_step}
 
     def load(self, rows: np.ndarray, n_added: int, episode_step: int) -> None:
-        self.rows[: len(rows)], self.n_added, self.episode_step = rows, int(n_added), int(episode_step)
+        self.rows[: len(rows)] = rows
+        self.n_added, self.episode_step = int(n_added), int(episode_step)
 
 
 # ---- Network ---------------------------------------------------------------------------------------------------------
@@ -248,7 +249,7 @@ class QNetwork(nn.Module):
         self.hidden = nn.Dense(n_hidden, kernel_init=xavier_uniform, name="Dense_0")
         self.output = nn.Dense(self.n_actions, kernel_init=xavier_uniform, name="Dense_1")
 
-    # Two parts, as a population is fastest on a CPU if the torsos are a loop and the heads one batched product.
+    # Two parts: a population, in EauDe, is fastest on a CPU if the torsos are a loop and the heads one batched product.
     def torso(self, observations: jax.Array) -> jax.Array:
         x = jnp.moveaxis(observations, 1, -1) / 255.0  # (batch, 84, 84, STACK)
         x = nn.relu(self.first(x))  # (batch, 21, 21, n_first)
@@ -340,7 +341,8 @@ def select_population(rng: np.random.Generator, losses: np.ndarray, tournament_s
 
 
 def network_probabilities(losses: np.ndarray) -> np.ndarray:
-    """Fig. 3, right: in proportion to 1 / L_k. If some losses are 0, those share all; diverged networks get nothing."""
+    """Fig. 3, right: in proportion to 1 / L_k, times the lowest so that nothing overflows. If some losses are 0, those
+    share all. A diverged network gets nothing, unless all have diverged."""
     losses = np.where(np.isfinite(losses), losses, np.inf).astype(float)
     are_lowest = losses == losses.min()
     weights = are_lowest if losses.min() in (0, np.inf) else losses.min() / losses
@@ -411,7 +413,8 @@ def learn(args: Args, network: QNetwork, state: AgentState, batch: Batch) -> tup
     params = optax.apply_updates(state.params, updates)
     params = jax.tree.map(jnp.multiply, params, state.masks)  # what was pruned stays pruned
 
-    cumulated_losses = state.cumulated_losses + jnp.where(jnp.isfinite(losses), losses, jnp.inf)  # l. 11, too
+    losses_or_inf = jnp.where(jnp.isfinite(losses), losses, jnp.inf)  # infinite: never selected, never acts again
+    cumulated_losses = state.cumulated_losses + losses_or_inf  # l. 11, too
     state = state._replace(params=params, opt_state=opt_state, cumulated_losses=cumulated_losses)
     return state, {"losses/td_loss": losses.mean(), "losses/q_values": mean_q_values.mean()}
 
@@ -429,13 +432,15 @@ def prune_copies(args: Args, rng: np.random.Generator, state: AgentState, parent
     """Alg. 1, l. 15: slot k gets network `parents[k]`, and copies are pruned to a sparsity drawn by Eq. (3)."""
     next_step = step + args.target_period
     sparsities = np.array(state.sparsities, float)
-    masks = [network_at(state.masks, parent) for parent in parents]
+    masks_by_slot = [network_at(state.masks, parent) for parent in parents]
     for k in np.flatnonzero(parents != np.arange(args.n_networks)):
         noise = rng.uniform(0, args.max_noise)
-        sparsity = next_sparsity(sparsities[parents[k]], noise, step, next_step, args.total_timesteps, args.max_speed)
+        parent_sparsity = sparsities[parents[k]]  # not a new one: parents stay in their slots
+        sparsity = next_sparsity(parent_sparsity, noise, step, next_step, args.total_timesteps, args.max_speed)
         sparsities[k] = min(sparsity, 1 - 1e-6)  # `magnitude_masks` wants less than 1
-        masks[k] = magnitude_masks(network_at(state.params, parents[k]), sparsities[k], args.sparsity_distribution)
-    masks = jax.tree.map(lambda *x: jnp.stack(x), *masks)
+        parent = network_at(state.params, parents[k])
+        masks_by_slot[k] = magnitude_masks(parent, sparsities[k], args.sparsity_distribution)
+    masks = jax.tree.map(lambda *x: jnp.stack(x), *masks_by_slot)  # (K, ...)
     return next_population(args, state, parents, masks, sparsities)
 
 
@@ -477,7 +482,8 @@ def train(args: Args) -> Path:
     n_spare = min(args.checkpoint_period, args.total_timesteps - size)
     with contextlib.closing(Run(args, rng)) as run:
         episode = Episode(seed=rng.integers(2**30))
-        saved = run.restore(state=state, memory=ReplayMemory(0).saved(), episode=episode.saved())  # these, in a new run
+        empty = ReplayMemory(0).saved()  # the memory itself would make the file of its frames, if it is missing
+        saved = run.restore(state=state, memory=empty, episode=episode.saved())  # in a new run, just these
         state, metrics, episode = saved["state"], saved["metrics"], Episode(**saved["episode"])
         memory = ReplayMemory(size, n_spare, run.folder / "replay" if args.checkpoint_period else None)
         memory.load(**saved["memory"])
@@ -537,6 +543,11 @@ def arrays_by_name(tree) -> dict:
     return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(x) for path, x in leaves}
 
 
+def layout(arrays: dict) -> dict:
+    """Columns and shape of each array, by name. What is not of the state grows: it may have any shape."""
+    return {name: (x.dtype.names, name.startswith("state/") and x.shape) for name, x in arrays.items()}
+
+
 def write_npz(path: Path, about: dict, tree, save=np.savez) -> None:
     """The tree's arrays by name, and `about` as JSON: there as a whole or not at all, even if the power fails."""
     arrays, temporary = arrays_by_name(tree), Path(f"{path}.tmp")
@@ -553,8 +564,8 @@ def write_npz(path: Path, about: dict, tree, save=np.savez) -> None:
 def read_npz(path: Path) -> tuple[dict, dict]:
     try:
         with open(path, "rb") as file, np.load(file) as arrays:
-            if arrays.zip.testzip():  # the first member with a wrong checksum: np.load does not look at all bytes
-                raise ValueError
+            if arrays.zip.testzip():  # np.load does not look at all bytes
+                raise ValueError("a member has a wrong checksum")
             about = json.loads(str(arrays["about"]))
             return about, {name: arrays[name] for name in about["arrays"]}  # damage can hide an array of a zip file
     except Exception:  # damage has a dozen kinds
@@ -580,12 +591,12 @@ def load_args(args: Args) -> Args:
     if not checkpoint.exists() and policy.exists() and read_npz(policy)[0]["step"] == flags["total_timesteps"]:
         print(f"{folder} is finished")
         sys.exit()
-    filelock.FileLock(folder / "in_use.lock").acquire(blocking=False)  # an error if the run is under way
+    filelock.FileLock(folder / "in_use.lock").acquire(blocking=False)  # only asks: an error if the run is under way
     if not checkpoint.exists():
         fail(f"{folder} has no checkpoint to go on from")
     flags = {name: tuple(x) if isinstance(x, list) else x for name, x in flags.items()}
     flags |= {name: Path(x) for name, x in flags.items() if name.endswith("_dir")}
-    return Args(**flags | {"resume": folder})
+    return dataclasses.replace(Args(**flags), resume=folder)
 
 
 class Run:
@@ -593,14 +604,13 @@ class Run:
 
     def __init__(self, args: Args, rng: np.random.Generator):
         name = f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{time.time():.3f}"
-        self.args, self.rng = args, rng
+        self.args, self.rng, self.step = args, rng, 0
         self.folder = args.resume or args.runs_dir / name
-        self.step, self.shown = 0, {}
-        self.stop_signal, self.stopped, self.handlers = None, False, {}
+        self.shown, self.handlers = {}, {}
+        self.stop_signal, self.stopped = None, False
         with contextlib.suppress(ValueError):  # outside the main thread Python allows no handlers
             self.handlers = {x: signal.signal(x, self.interrupt) for x in (signal.SIGINT, signal.SIGTERM)}
         self.lock = filelock.FileLock(self.folder / "in_use.lock")
-        self.lock.acquire(blocking=False)  # makes the folder, too
 
     def interrupt(self, signum: int, _) -> None:
         if self.stop_signal and signum == signal.SIGINT:  # a second Ctrl-C does not wait for the end of the step
@@ -609,16 +619,12 @@ class Run:
 
     def restore(self, **fresh) -> dict:
         """What `save` was given, by name, and the metrics; in a new run what is given here. Curves are cut back."""
+        self.lock.acquire(blocking=False)  # makes the folder, too
         if not self.args.resume:
             return fresh | {"metrics": {}}
         path, expected = self.folder / "checkpoint.npz", arrays_by_name(fresh)
         about, arrays = read_npz(path)
-        fixed = [name for name in expected if name.startswith("state/")]  # the others grow
-        if (
-            arrays.keys() != expected.keys()
-            or any(arrays[name].shape != expected[name].shape for name in fixed)
-            or any(arrays[name].dtype.names != expected[name].dtype.names for name in expected)  # columns
-        ):
+        if layout(arrays) != layout(expected):
             fail(f"{path} is of another version of this script")
         newer = {curves.name: 0 for curves in self.folder.glob("events*")}
         for name, size in (newer | about["files"]).items():
@@ -635,12 +641,13 @@ class Run:
         device = jax.default_backend().upper()
         print(f"Run folder {self.folder}, on the {device}, after {self.step:,} steps", flush=True)
         timed_from = max(self.step, timed_after) + 100  # by then updates run, and have compiled
-        total, style = self.args.total_timesteps, {"dynamic_ncols": True}
+        total, style = self.args.total_timesteps, {}
         if not sys.stdout.isatty():  # then a line every half minute
             line = "{n:,}/{total:,} steps, {rate_fmt}, {remaining} left{postfix}\n"
             style = {"bar_format": line, "mininterval": 30, "miniters": 1}
-        bar = tqdm(total=total, initial=self.step, unit=" steps", file=sys.stdout, **style)
-        with contextlib.closing(EventFileWriter(str(self.folder))) as self.writer, bar as self.bar:
+        self.bar = tqdm(total=total, initial=self.step, unit=" steps", file=sys.stdout, dynamic_ncols=True, **style)
+        self.writer = EventFileWriter(str(self.folder))
+        with contextlib.closing(self.writer), self.bar:
             while self.step < total and not self.stopped:
                 self.step += stride
                 yield self.step
@@ -658,7 +665,7 @@ class Run:
             names = [f"{tag}_{k}" for k in range(len(value))] if np.ndim(value) else [tag]
             points += [Summary.Value(tag=name, simple_value=x) for name, x in zip(names, np.ravel(value))]
             if tag in SHOWN:
-                self.shown[SHOWN[tag]] = f"{np.mean(value):.4g}"
+                self.shown[SHOWN[tag]] = f"{float(value):.4g}"
         self.writer.add_event(Event(wall_time=time.time(), step=self.step, summary=Summary(value=points)))
         self.bar.set_postfix(self.shown, refresh=False)
 
@@ -668,6 +675,8 @@ class Run:
 
     def save(self, policy: dict, layers: dict, checkpoint: dict, metrics: dict) -> None:
         """The networks that play, and what it takes to go on as if the run had never stopped."""
+        if self.stop_signal and self.args.checkpoint_period:
+            self.bar.write("Stopping, with a checkpoint. Ctrl-C once more ends at once, without it", sys.stdout)
         self.policy = jax.tree.map(lambda x: np.asarray(x) + 0, policy)  # -0 becomes 0: then the file is smaller
         if not np.isfinite(optax.tree.norm(self.policy)):
             fail(f"the networks have diverged by step {self.step}; try a lower --learning-rate")
@@ -682,7 +691,8 @@ class Run:
             write_npz(self.folder / "checkpoint.npz", about, checkpoint)
         flags = json.loads((self.folder / "args.json").read_text())
         about = {"script": flags.pop("script"), "args": flags, "step": self.step, "layers": layers}
-        about["sparsity"] = {name: sparsity_of(jax.tree.map(np.bool_, x)) for name, x in self.policy.items()}
+        masks = jax.tree.map(lambda x: x != 0, self.policy)
+        about["sparsity"] = {name: sparsity_of(masks[name]) for name in masks}
         write_npz(self.folder / "policy.npz", about, self.policy, np.savez_compressed)
         self.stopped = self.stop_signal is not None and self.step < self.args.total_timesteps
 
@@ -699,17 +709,19 @@ class Run:
             print(shlex.join(["python", str(player), str(self.folder)]))
         print(shlex.join(["tensorboard", "--logdir", str(self.folder.parent)]), flush=True)
         if not self.stopped:
-            for name in ("checkpoint.npz", "in_use.lock"):
-                (self.folder / name).unlink(missing_ok=True)
+            (self.folder / "checkpoint.npz").unlink(missing_ok=True)
 
     def close(self) -> None:
-        self.lock.release()
         for signum, handler in self.handlers.items():
             signal.signal(signum, handler)  # the caller's own
+        if not self.lock.is_locked:  # the folder is another process's, or there is none
+            return
+        self.lock.release()
         if self.step == 0 and not self.args.resume:  # the run could not start
             shutil.rmtree(self.folder)
-        elif not (self.folder / "checkpoint.npz").exists():  # then nothing goes on from the frames
-            (self.folder / "replay").unlink(missing_ok=True)
+        elif not (self.folder / "checkpoint.npz").exists():  # then nothing goes on from here
+            for name in ("replay", "in_use.lock"):
+                (self.folder / name).unlink(missing_ok=True)
         if self.stopped:
             sys.exit(128 + self.stop_signal)
 
@@ -720,7 +732,7 @@ def main(args: Args) -> None:
     try:
         train(args)
     except filelock.Timeout:
-        fail(f"another process is at work on {args.resume}")
+        fail(f"another process is at work on {args.resume or 'a run of this name'}")
     except (OSError, MemoryError) as error:  # a missing file, a full disk, too little memory
         fail(str(error))
 

@@ -49,7 +49,7 @@ EVAL_SEED = 10_000  # of the first episode of every evaluation; the next ones co
 
 
 # ---- Arguments: the defaults are the paper's, where it has them ------------------------------------------------------
-Whole = Annotated[int, (1, math.inf)]  # a kind of flag and its range, where a bound may be the name of another flag
+Whole = Annotated[int, (1, math.inf)]  # a type and its range; a bound can name another flag: (1, "total_timesteps")
 Share = Annotated[float, (0, 1)]
 
 
@@ -150,7 +150,7 @@ class Transitions(NamedTuple):
 
 
 def check_room(args: Args, folder: Path, n_bytes: int) -> None:
-    """A checkpoint holds the memory, and is written beside the one before it."""
+    """Of a checkpoint, which is written beside the one before it."""
     needed = 2 * n_bytes - sum(path.stat().st_size for path in folder.glob("checkpoint.npz"))
     if args.checkpoint_period and needed > shutil.disk_usage(folder).free:
         fail(f"{folder} needs {needed / 1e9:,.1f} GB: lower --buffer-size, or --checkpoint-period 0 writes nothing")
@@ -176,7 +176,8 @@ class TransitionMemory:
         return {"rows": self.rows[: self.n_added], "n_added": self.n_added}
 
     def load(self, rows: np.ndarray, n_added: int) -> None:
-        self.rows[: len(rows)], self.n_added = rows, int(n_added)
+        self.rows[: len(rows)] = rows
+        self.n_added = int(n_added)
 
 
 # ---- Network: actor and critic ---------------------------------------------------------------------------------------
@@ -432,9 +433,9 @@ def train(args: Args) -> Path:
     state = init_agent(args, actor, critic, jax.random.key(args.seed), np.zeros(n_observations))  # Alg. 2, l. 1
     memory = TransitionMemory(min(args.buffer_size, args.total_timesteps), n_observations, n_actions)
     with contextlib.closing(Run(args, rng)) as run:
-        check_room(args, run.folder, memory.rows.nbytes)
         episode = Episode(seed=rng.integers(2**31))
-        saved = run.restore(state=state, memory=memory.saved(), episode=episode.saved())  # these, in a new run
+        saved = run.restore(state=state, memory=memory.saved(), episode=episode.saved())  # in a new run, just these
+        check_room(args, run.folder, sum(x.nbytes for x in jax.tree.leaves((state, memory.rows))))
         state, metrics, episode = saved["state"], saved["metrics"], Episode(**saved["episode"])
         memory.load(**saved["memory"])
         observation = episode.start(env)
@@ -494,6 +495,11 @@ def arrays_by_name(tree) -> dict:
     return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(x) for path, x in leaves}
 
 
+def layout(arrays: dict) -> dict:
+    """Columns and shape of each array, by name. What is not of the state grows: it may have any shape."""
+    return {name: (x.dtype.names, name.startswith("state/") and x.shape) for name, x in arrays.items()}
+
+
 def write_npz(path: Path, about: dict, tree, save=np.savez) -> None:
     """The tree's arrays by name, and `about` as JSON: there as a whole or not at all, even if the power fails."""
     arrays, temporary = arrays_by_name(tree), Path(f"{path}.tmp")
@@ -510,8 +516,8 @@ def write_npz(path: Path, about: dict, tree, save=np.savez) -> None:
 def read_npz(path: Path) -> tuple[dict, dict]:
     try:
         with open(path, "rb") as file, np.load(file) as arrays:
-            if arrays.zip.testzip():  # the first member with a wrong checksum: np.load does not look at all bytes
-                raise ValueError
+            if arrays.zip.testzip():  # np.load does not look at all bytes
+                raise ValueError("a member has a wrong checksum")
             about = json.loads(str(arrays["about"]))
             return about, {name: arrays[name] for name in about["arrays"]}  # damage can hide an array of a zip file
     except Exception:  # damage has a dozen kinds
@@ -537,12 +543,12 @@ def load_args(args: Args) -> Args:
     if not checkpoint.exists() and policy.exists() and read_npz(policy)[0]["step"] == flags["total_timesteps"]:
         print(f"{folder} is finished")
         sys.exit()
-    filelock.FileLock(folder / "in_use.lock").acquire(blocking=False)  # an error if the run is under way
+    filelock.FileLock(folder / "in_use.lock").acquire(blocking=False)  # only asks: an error if the run is under way
     if not checkpoint.exists():
         fail(f"{folder} has no checkpoint to go on from")
     flags = {name: tuple(x) if isinstance(x, list) else x for name, x in flags.items()}
     flags |= {name: Path(x) for name, x in flags.items() if name.endswith("_dir")}
-    return Args(**flags | {"resume": folder})
+    return dataclasses.replace(Args(**flags), resume=folder)
 
 
 class Run:
@@ -550,14 +556,13 @@ class Run:
 
     def __init__(self, args: Args, rng: np.random.Generator):
         name = f"{args.env_id}__{Path(__file__).stem}__{args.seed}__{time.time():.3f}"
-        self.args, self.rng = args, rng
+        self.args, self.rng, self.step = args, rng, 0
         self.folder = args.resume or args.runs_dir / name
-        self.step, self.shown = 0, {}
-        self.stop_signal, self.stopped, self.handlers = None, False, {}
+        self.shown, self.handlers = {}, {}
+        self.stop_signal, self.stopped = None, False
         with contextlib.suppress(ValueError):  # outside the main thread Python allows no handlers
             self.handlers = {x: signal.signal(x, self.interrupt) for x in (signal.SIGINT, signal.SIGTERM)}
         self.lock = filelock.FileLock(self.folder / "in_use.lock")
-        self.lock.acquire(blocking=False)  # makes the folder, too
 
     def interrupt(self, signum: int, _) -> None:
         if self.stop_signal and signum == signal.SIGINT:  # a second Ctrl-C does not wait for the end of the step
@@ -566,16 +571,12 @@ class Run:
 
     def restore(self, **fresh) -> dict:
         """What `save` was given, by name, and the metrics; in a new run what is given here. Curves are cut back."""
+        self.lock.acquire(blocking=False)  # makes the folder, too
         if not self.args.resume:
             return fresh | {"metrics": {}}
         path, expected = self.folder / "checkpoint.npz", arrays_by_name(fresh)
         about, arrays = read_npz(path)
-        fixed = [name for name in expected if name.startswith("state/")]  # the others grow
-        if (
-            arrays.keys() != expected.keys()
-            or any(arrays[name].shape != expected[name].shape for name in fixed)
-            or any(arrays[name].dtype.names != expected[name].dtype.names for name in expected)  # columns
-        ):
+        if layout(arrays) != layout(expected):
             fail(f"{path} is of another version of this script")
         newer = {curves.name: 0 for curves in self.folder.glob("events*")}
         for name, size in (newer | about["files"]).items():
@@ -592,12 +593,13 @@ class Run:
         device = jax.default_backend().upper()
         print(f"Run folder {self.folder}, on the {device}, after {self.step:,} steps", flush=True)
         timed_from = max(self.step, timed_after) + 100  # by then updates run, and have compiled
-        total, style = self.args.total_timesteps, {"dynamic_ncols": True}
+        total, style = self.args.total_timesteps, {}
         if not sys.stdout.isatty():  # then a line every half minute
             line = "{n:,}/{total:,} steps, {rate_fmt}, {remaining} left{postfix}\n"
             style = {"bar_format": line, "mininterval": 30, "miniters": 1}
-        bar = tqdm(total=total, initial=self.step, unit=" steps", file=sys.stdout, **style)
-        with contextlib.closing(EventFileWriter(str(self.folder))) as self.writer, bar as self.bar:
+        self.bar = tqdm(total=total, initial=self.step, unit=" steps", file=sys.stdout, dynamic_ncols=True, **style)
+        self.writer = EventFileWriter(str(self.folder))
+        with contextlib.closing(self.writer), self.bar:
             while self.step < total and not self.stopped:
                 self.step += stride
                 yield self.step
@@ -615,7 +617,7 @@ class Run:
             names = [f"{tag}_{k}" for k in range(len(value))] if np.ndim(value) else [tag]
             points += [Summary.Value(tag=name, simple_value=x) for name, x in zip(names, np.ravel(value))]
             if tag in SHOWN:
-                self.shown[SHOWN[tag]] = f"{np.mean(value):.4g}"
+                self.shown[SHOWN[tag]] = f"{float(value):.4g}"
         self.writer.add_event(Event(wall_time=time.time(), step=self.step, summary=Summary(value=points)))
         self.bar.set_postfix(self.shown, refresh=False)
 
@@ -625,6 +627,8 @@ class Run:
 
     def save(self, policy: dict, layers: dict, checkpoint: dict, metrics: dict) -> None:
         """The networks that play, and what it takes to go on as if the run had never stopped."""
+        if self.stop_signal and self.args.checkpoint_period:
+            self.bar.write("Stopping, with a checkpoint. Ctrl-C once more ends at once, without it", sys.stdout)
         self.policy = jax.tree.map(lambda x: np.asarray(x) + 0, policy)  # -0 becomes 0: then the file is smaller
         if not np.isfinite(optax.tree.norm(self.policy)):
             fail(f"the networks have diverged by step {self.step}; try a lower --learning-rate")
@@ -639,7 +643,8 @@ class Run:
             write_npz(self.folder / "checkpoint.npz", about, checkpoint)
         flags = json.loads((self.folder / "args.json").read_text())
         about = {"script": flags.pop("script"), "args": flags, "step": self.step, "layers": layers}
-        about["sparsity"] = {name: sparsity_of(jax.tree.map(np.bool_, x)) for name, x in self.policy.items()}
+        masks = jax.tree.map(lambda x: x != 0, self.policy)
+        about["sparsity"] = {name: sparsity_of(masks[name]) for name in masks}
         write_npz(self.folder / "policy.npz", about, self.policy, np.savez_compressed)
         self.stopped = self.stop_signal is not None and self.step < self.args.total_timesteps
 
@@ -656,17 +661,19 @@ class Run:
             print(shlex.join(["python", str(player), str(self.folder)]))
         print(shlex.join(["tensorboard", "--logdir", str(self.folder.parent)]), flush=True)
         if not self.stopped:
-            for name in ("checkpoint.npz", "in_use.lock"):
-                (self.folder / name).unlink(missing_ok=True)
+            (self.folder / "checkpoint.npz").unlink(missing_ok=True)
 
     def close(self) -> None:
-        self.lock.release()
         for signum, handler in self.handlers.items():
             signal.signal(signum, handler)  # the caller's own
+        if not self.lock.is_locked:  # the folder is another process's, or there is none
+            return
+        self.lock.release()
         if self.step == 0 and not self.args.resume:  # the run could not start
             shutil.rmtree(self.folder)
-        elif not (self.folder / "checkpoint.npz").exists():  # then nothing goes on from the frames
-            (self.folder / "replay").unlink(missing_ok=True)
+        elif not (self.folder / "checkpoint.npz").exists():  # then nothing goes on from here
+            for name in ("replay", "in_use.lock"):
+                (self.folder / name).unlink(missing_ok=True)
         if self.stopped:
             sys.exit(128 + self.stop_signal)
 
@@ -677,7 +684,7 @@ def main(args: Args) -> None:
     try:
         train(args)
     except filelock.Timeout:
-        fail(f"another process is at work on {args.resume}")
+        fail(f"another process is at work on {args.resume or 'a run of this name'}")
     except (OSError, MemoryError) as error:  # a missing file, a full disk, too little memory
         fail(str(error))
 
