@@ -668,7 +668,8 @@ def draw_population():
 def draw_tree(panel, steps: np.ndarray, sparsities: np.ndarray, losses: np.ndarray, parents: np.ndarray) -> None:
     """A line for each network, at the height of its sparsity, from one target update to the next."""
     n_networks = parents.shape[1]
-    heights = sparsities + 0.004 * (np.arange(n_networks) - n_networks // 2)  # beside each other if they are equal
+    gap = 0.002 * (np.ptp(sparsities) or 1.0)  # between equal ones: too small to look like a pruning
+    heights = sparsities + gap * (np.arange(n_networks) - n_networks // 2)
     period, best = steps[1] - steps[0], losses.argmin(axis=1)
     other, chosen = dict(color="#888888", linewidth=1.2), dict(color=EAUDE[0], linewidth=2.5, zorder=3)
     lost = dict(color="black", marker="x", linestyle="", markersize=6, zorder=4)
