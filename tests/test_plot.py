@@ -368,6 +368,15 @@ def test_a_crown_is_the_next_target_and_a_star_wins_a_tournament():
     assert [text.get_text() for text in panel.texts] == ["1", "copy of 1", "1", "1 stays", "2", "2 stays"]
 
 
+def test_what_is_kept_has_a_colour_and_what_is_pruned_is_white():
+    plot.draw_masks({"whole": np.ones((4, 2)), "half": np.eye(4, 2), "empty": np.zeros((4, 2))})
+    colours = [panel.images[0].to_rgba(panel.images[0].get_array()) for panel in plot.plt.gcf().axes]
+    whole, half, empty = (set(map(tuple, x.reshape(-1, 4)[:, :3])) for x in colours)
+    assert empty == {(1, 1, 1)}
+    assert whole == {plot.matplotlib.colors.to_rgb(plot.EAUDE[0])}
+    assert half == whole | empty
+
+
 @pytest.mark.parametrize("scale", [1, 0.01])
 def test_a_copy_is_drawn_above_its_parent_and_a_fall_of_the_target_as_a_fall(scale):
     """However small the prunings are: networks beside each other shall not look like prunings."""
