@@ -668,7 +668,8 @@ def draw_population():
 def draw_tree(panel, steps: np.ndarray, sparsities: np.ndarray, losses: np.ndarray, parents: np.ndarray) -> None:
     """A line for each network, at the height of its sparsity, from one target update to the next."""
     n_networks = parents.shape[1]
-    heights = sparsities + 0.004 * (np.arange(n_networks) - n_networks // 2)  # beside each other if they are equal
+    gap = 0.002 * (np.ptp(sparsities) or 1.0)  # between equal ones: too small to look like a pruning
+    heights = sparsities + gap * (np.arange(n_networks) - n_networks // 2)
     period, best = steps[1] - steps[0], losses.argmin(axis=1)
     other, chosen = dict(color="#888888", linewidth=1.2), dict(color=EAUDE[0], linewidth=2.5, zorder=3)
     lost = dict(color="black", marker="x", linestyle="", markersize=6, zorder=4)
@@ -739,7 +740,7 @@ def draw_algorithm() -> None:
 def draw_schedules(steps: np.ndarray, schedules: dict, field: dict, runs: list, stretch: int) -> None:
     """Left Eq. (2), {final sparsity: curve}. Right Eq. (3), {(step, sparsity): (mean, fastest) at the next target
     update}, whose arrows are as long as `stretch` updates, and the targets of some runs."""
-    _, ((left, right),) = new_figure(1, 2, 9, 3.9)
+    figure, ((left, right),) = new_figure(1, 2, 9, 4.2)
     period = steps[1] - steps[0]
     for (final_value, curve), line in zip(schedules.items(), (":", "--", "-")):
         left.plot(steps, curve, color=POLYPRUNE[0], linestyle=line, label=f"$s_F$ = {final_value}")
@@ -749,17 +750,25 @@ def draw_schedules(steps: np.ndarray, schedules: dict, field: dict, runs: list, 
             tip = step + stretch * period, sparsity + stretch * (end - sparsity)
             draw_arrow(right, (step, sparsity), tip, colour, width=1)
     right.plot(steps, np.transpose(runs), color=EAUDE[0], linewidth=0.8, alpha=0.8)
-    for panel, title in ((left, "PolyPrune, Eq. (2)"), (right, "EauDe, Eq. (3), random losses")):
+    arrow = dict(linestyle="", marker=r"$\rightarrow$", markersize=15)
+    legend = {
+        "a copy, mean": dict(color="#555555", **arrow),
+        "fastest copy": dict(color="#CCCCCC", **arrow),
+        "target, random losses": dict(color=EAUDE[0], linewidth=0.8),
+    }
+    handles = [plt.Line2D([], [], **style) for style in legend.values()]
+    figure.legend(handles, legend, loc="outside lower right", ncols=3)
+    for panel, title in ((left, "PolyPrune, Eq. (2)"), (right, "EauDe, Eq. (3)")):
         panel.set(ylim=(0, 1.02), xlim=(0, steps[-1] + period))
         set_labels(panel, "steps", "sparsity", title)
 
 
 def draw_masks(kernels: dict[str, np.ndarray]) -> None:
     """Matrices (inputs, units), one above the other: what is not zero has a colour."""
-    _, panels = new_figure(len(kernels), 1, 9, 1.5 * len(kernels))
+    _, panels = new_figure(len(kernels), 1, 9, 1.3 * len(kernels))
     colours = matplotlib.colors.LinearSegmentedColormap.from_list("kept", ["white", EAUDE[0]], N=4)  # a small file
     for (panel,), (name, kernel) in zip(panels, kernels.items()):
-        shades = dict(cmap=colours, interpolation="antialiased", interpolation_stage="data")
+        shades = dict(cmap=colours, vmin=0, vmax=1, interpolation="antialiased", interpolation_stage="data")
         panel.imshow((kernel.T != 0).astype(float), aspect="auto", **shades)
         panel.grid(False)
         set_labels(panel, "", "unit", f"{name}: {np.mean(kernel == 0):.1%} of the hidden layer is zero")

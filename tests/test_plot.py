@@ -368,6 +368,37 @@ def test_a_crown_is_the_next_target_and_a_star_wins_a_tournament():
     assert [text.get_text() for text in panel.texts] == ["1", "copy of 1", "1", "1 stays", "2", "2 stays"]
 
 
+def test_what_is_kept_has_a_colour_and_what_is_pruned_is_white():
+    plot.draw_masks({"whole": np.ones((4, 2)), "half": np.eye(4, 2), "empty": np.zeros((4, 2))})
+    colours = [panel.images[0].to_rgba(panel.images[0].get_array()) for panel in plot.plt.gcf().axes]
+    whole, half, empty = (set(map(tuple, x.reshape(-1, 4)[:, :3])) for x in colours)
+    assert empty == {(1, 1, 1)}
+    assert whole == {plot.matplotlib.colors.to_rgb(plot.EAUDE[0])}
+    assert half == whole | empty
+
+
+@pytest.mark.parametrize("scale", [1, 0.01])
+def test_a_copy_is_drawn_above_its_parent_and_a_fall_of_the_target_as_a_fall(scale):
+    """However small the prunings are: networks beside each other shall not look like prunings."""
+    sparsities = scale * np.array([[0.2, 0.2, 0.5, 0.2, 0.2], [0.52, 0.2, 0.5, 0.22, 0.2]])
+    losses, parents = np.array([[2, 2, 1, 2, 2], [2, 2, 2, 1, 2.0]]), np.array([[2, 1, 2, 4, 4], [3, 1, 2, 3, 4]])
+    _, ((panel,),) = plot.new_figure(1, 1, 4, 3)
+    plot.draw_tree(panel, np.array([100, 200]), sparsities, losses, parents)
+    branches = [line.get_ydata() for line in panel.lines if len(line.get_xdata()) == 3][5:]  # of the second update
+    rises = [end - start for start, end, _ in branches]
+    assert rises[0] > 0  # copies are pruned by a sixteenth of the range of sparsities
+    assert rises[3] > 0
+    assert rises[1] == rises[2] == rises[4] == 0
+    crowns = [line.get_ydata()[0] for line in panel.lines if line.get_marker() == plot.CROWN]
+    assert crowns[0] > crowns[1]
+
+
+def test_networks_of_one_sparsity_are_drawn_beside_each_other():
+    _, ((panel,),) = plot.new_figure(1, 1, 4, 3)
+    plot.draw_tree(panel, np.array([100, 200]), np.zeros((2, 3)), np.ones((2, 3)), np.tile(np.arange(3), (2, 1)))
+    assert len({tuple(line.get_ydata()) for line in panel.lines if len(line.get_xdata()) == 3}) == 3
+
+
 # ---- What is in git ----
 def test_all_figures_and_tables_can_be_made_again_from_the_files_in_git(results, capsys):
     shutil.copytree(ROOT / "benchmark" / "results", results)

@@ -9,6 +9,7 @@ import base64
 import io
 import json
 import re
+import sys
 from pathlib import Path
 
 import nbclient
@@ -18,18 +19,65 @@ import pytest
 from PIL import Image
 
 ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmark")]
+
+import plot  # noqa: E402
+
+import eaudedqn_minatar  # noqa: E402
+
 NOTEBOOK = ROOT / "tutorial.ipynb"
 EXERCISES = range(1, 7)
 STEPS = "STEPS = 12_000"  # of each training run
 # Cells whose text is the same on every machine: no training, no time, no dot product on the way.
 # "study" is what benchmark/results/minatar.csv says.
-DETERMINISTIC = {"calls", "field", "agent", "tournament", "combinatorics", "study", "grade", "plant", "exercise-5"}
-DETERMINISTIC |= {f"check-{n}" for n in EXERCISES}  # without the answers
-PICTURES = "diagram", "field", "agent", "layers", "tournament", "combinatorics", "study"  # the same on every machine
+DETERMINISTIC = {"calls", "field", "masks", "agent", "tournament", "combinatorics", "study", "grade", "plant"}
+DETERMINISTIC |= {"exercise-5", *(f"check-{n}" for n in EXERCISES)}  # without the answers
+PICTURES = "diagram", "field", "masks", "agent", "layers", "tournament", "combinatorics", "study"  # the same everywhere
+TENSORS = "jax.tree.leaves(params) if x.ndim > 1"
+OTHER_ANSWERS = [  # exercise, a piece of its answer, what else a student may write there, and what the check says then
+    (1, "max(total_steps - step, 1)", "(total_steps - step)", "it raises ZeroDivisionError"),
+    (1, "return sparsity", "if step == total_steps: return 1.0\n    return sparsity", "so the cap decides"),
+    (1, "return sparsity", "if step == total_steps: return sparsity\n    return sparsity", "so the cap decides"),
+    (1, "(1 - sparsity) * min(", "min((1 - sparsity) * ", "the cap is a share of the weights that remain"),
+    (1, " * noise", "", "noise scales the stretch"),
+    (1, "total_steps - step", "total_steps", "so the line is steeper"),
+    (2, "tournament_size, replace=False", "3, replace=False", "does a tournament have `tournament_size` networks?"),
+    (2, ", replace=False", "", "are the draws distinct"),
+    (2, "drawn[losses[drawn].argmin()]", "losses[drawn].argmin()", "not its place in the draw"),
+    (2, "return parents", "return np.sort(selected)", "slot"),
+    (3, 'pruned": False', 'pruned": True', '"weights are pruned": the largest sparsity was 0'),
+    (3, 'same network": True', 'same network": False', "the targets were in slots [0 1"),
+    (3, 'by copies": True', 'by copies": False', "slots got another network"),
+    (3, 'different networks": False', 'different networks": True', "after updates there were ["),
+    (3, 'new Adam": True', 'new Adam": False', "their Adams have made 0 and 1 steps"),
+    (4, "network_at(state.opt_state, parents)", "jax.tree.map(np.array, state.opt_state)", "has that of network 0"),
+    (4, "(opt_state=opt_state)", "(opt_state=network_at(state.opt_state, parents))", "whose memory was reused"),
+    (4, "(opt_state=opt_state)", "()", "network 1's Adam, but has a new one"),
+    (4, "parents, step)._", "parents[::-1], step)._", "weights should be those of prune_copies"),
+    (
+        4,
+        "return prune_copies(args, rng, state, parents, step)._replace(opt_state=opt_state)",
+        "new = prune_copies(args, rng, state, parents, step)\n"
+        "    return new._replace(opt_state=network_at(new.opt_state, parents))",
+        "Solved.",
+    ),
+    (5, " if x.ndim > 1", "", "without biases"),
+    (5, "weights == 0", "weights != 0", "count zeros, not what is left"),
+    (5, "np.mean(weights == 0)", f"np.mean([np.mean(x == 0) for x in {TENSORS}])", "not a mean of tensors"),
+    (5, '"learn"', '"prune_copies"', "prune_copies is not it"),
+    (6, "[0.5, 0.3, 0.6, 0.6, 0.6]", "[50, 30, 60, 60, 60]", "a sparsity is from 0 to less than 1"),
+    (6, "[0.5, 0.3, 0.6, 0.6, 0.6]", "[0.3, 0.3, 0.6, 0.6, 0.6]", "in none is it less sparse than the first target"),
+    (6, "[2, 1, 3, 4, 5]", "[1, 2, 3, 4, 5]", "the same network is the target twice"),
+    (6, "[2, 1, 3, 4, 5]", "[2, 3, 4, 5, 1]", "Solved."),  # slot 4 has a copy
+]
 
 
 def printed(cell) -> str:
     return "".join(x.text for x in cell.outputs if x.output_type == "stream" and x.name == "stdout")
+
+
+def verdict(cell) -> str:
+    return printed(cell).splitlines()[-1]
 
 
 def without_numbers(text: str) -> list[str]:
@@ -68,13 +116,20 @@ def answer(cell) -> str:
 
 @pytest.fixture(scope="module")
 def run(in_git) -> dict:
-    """All of the notebook with shorter runs; after each check the answer, and the check once more: `solved-1`, ..."""
+    """All of the notebook with shorter runs; after each check other answers, each with the check once more, `other-0`,
+    ..., and at last the right one: `solved-1`, ..."""
     notebook = nbformat.from_dict(in_git)
     ran = cells(notebook)
     for n in EXERCISES:
-        place = notebook.cells.index(ran[f"check-{n}"]) + 1
-        for source, name in ((ran[f"check-{n}"].source, "solved"), (answer(ran[f"answer-{n}"]), "tried")):
-            notebook.cells.insert(place, nbformat.v4.new_code_cell(source, id=f"{name}-{n}"))
+        check, right = ran[f"check-{n}"], answer(ran[f"answer-{n}"])
+        tried = {f"solved-{n}": right}
+        for i, (exercise, piece, other, _) in enumerate(OTHER_ANSWERS):
+            if exercise == n:
+                assert right.count(piece) == 1, piece
+                tried = {f"other-{i}": right.replace(piece, other), **tried}
+        place = notebook.cells.index(check) + 1
+        new = [nbformat.v4.new_code_cell(f"{source}\n\n{check.source}", id=name) for name, source in tried.items()]
+        notebook.cells[place:place] = new
     assert STEPS in ran["setup"].source
     ran["setup"].source = ran["setup"].source.replace(STEPS, "STEPS = 1_600")
     execute(notebook)
@@ -85,7 +140,11 @@ def run(in_git) -> dict:
 def test_answers_solve_the_exercises_and_what_is_in_git_is_what_the_code_prints_and_draws(in_git, run):
     """One test, so that the notebook runs once."""
     for n in EXERCISES:
-        assert printed(run[f"solved-{n}"]).splitlines()[-1] == "Solved.", (n, printed(run[f"solved-{n}"]))
+        assert verdict(run[f"solved-{n}"]) == "Solved.", n
+    for i, (n, _, other, hint) in enumerate(OTHER_ANSWERS):
+        said = verdict(run[f"other-{i}"])
+        assert said.startswith("Solved." if hint == "Solved." else "Not solved yet: "), (n, other, said)
+        assert hint in said, (n, other, said)
     for name, given in cells(in_git).items():
         if given.cell_type == "code":
             same = str if name in DETERMINISTIC else without_numbers
@@ -95,6 +154,40 @@ def test_answers_solve_the_exercises_and_what_is_in_git_is_what_the_code_prints_
         for now, given in zip(pictures(run[name]), pictures(cells(in_git)[name])):
             assert now.shape == given.shape, name
             assert (abs(now - given).max(axis=2) > 32).mean() < 5e-4, name  # a few pixels may differ with the machine
+
+
+def test_each_check_is_tried_with_a_wrong_answer():
+    assert {n for n, *_, hint in OTHER_ANSWERS if hint != "Solved."} == set(EXERCISES)
+
+
+@pytest.mark.parametrize("n_seeds", [1, 2, 5])
+def test_the_study_may_have_any_number_of_seeds(in_git, n_seeds, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(plot, "RESULTS", tmp_path)
+    monkeypatch.setattr(plot, "chance_sparsity", lambda *_, **__: (np.array([0, 100]), np.array([0, 0.9])))
+    rows = [",".join(plot.COLUMNS)]
+    for variant, seed in [(x, seed) for x in ("dense", "eaude", "polyprune") for seed in range(1, n_seeds + 1)]:
+        curves = {plot.RETURNS[1]: 10 * seed, "sparsity/target": 0.25 * (variant != "dense")}
+        rows += [
+            f"minatar,{variant},Breakout,{seed},{tag},{step},{curves[tag]}" for tag in curves for step in (50, 100)
+        ]
+    (tmp_path / "minatar.csv").write_text("\n".join(rows))
+    lines = {variant: style for variant, style in plot.named("DQN").items() if variant != "oracle"}
+    names = dict(plot=plot, args=eaudedqn_minatar.Args(), lines=lines, tags=(plot.RETURNS[1], "sparsity/target"))
+    exec(cells(in_git)["study"].source, names)
+    shown = {
+        1: "dense DQN             1 seed, sparsity 0.00, return in the last tenth 10.0\n",
+        2: "dense DQN            2 seeds, sparsity 0.00, return in the last tenth 15.0 (10.0 to 20.0)\n",
+        5: "dense DQN            5 seeds, sparsity 0.00, return in the last tenth 30.0 (10.0 to 50.0)\n",
+    }
+    output = capsys.readouterr().out
+    assert shown[n_seeds] in output
+    assert "EauDeDQN has 75% of dense DQN's weights and 100% of its return.\n" in output
+
+
+def test_no_text_counts_the_seeds(in_git):
+    text = " ".join(cell.source for cell in in_git.cells if cell.cell_type == "markdown")
+    counts = re.findall(r"(?i)\b(?:\d+|one|two|three|four|five) seeds?\b", text)
+    assert counts == ["1 seed"]  # "where the table says 1 seed"
 
 
 @pytest.mark.parametrize("n", EXERCISES)
