@@ -103,6 +103,8 @@ def write_whole(path: Path, content: bytes) -> None:
     try:
         temporary.write_bytes(content)
         temporary.replace(path)
+    except OSError as error:  # a full disk
+        fail(f"cannot write {path}: {error.strerror}")
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -149,7 +151,7 @@ def layer_names(layers: dict) -> list[str]:
     """In the order of the network: Dense_2 comes before Dense_10, which JAX sorts as text."""
     stems = {name: name.rstrip("0123456789") for name in layers}
     order = list(stems.values())
-    return sorted(layers, key=lambda name: (order.index(stems[name]), int(name[len(stems[name]) :] or 0)))
+    return sorted(layers, key=lambda name: (order.index(stems[name]), len(name), name))
 
 
 def check_network(path: Path, network: dict) -> None:
@@ -165,10 +167,16 @@ def check_network(path: Path, network: dict) -> None:
     n_pixels = {"atari": FRAME[0], "minatar": GRID, "mujoco": 0}[world]  # of a side of what comes into a layer
     n_inputs = STACK if world == "atari" else None  # what comes into a layer; of a convolution its channels
     names = layer_names(layers)
+    if world == "mujoco" and len(names) < 2:
+        fail(f"{path} has an actor of one layer: it has two at least, for the mean and for the standard deviation")
     for name in names if world != "mujoco" else names[:-1]:
         layer, tensors = layers[name], params.get(name, {})
         if tensors.keys() != {"kernel", "bias"}:
             fail(f"layer {name} of {path} has {', '.join(tensors) or 'no weights'}, not a kernel and a bias")
+        for x in tensors.values():
+            with np.errstate(over="ignore"):
+                if x.dtype.kind != "f" or not np.isfinite(x.astype(np.float32)).all():
+                    fail(f"layer {name} of {path} has {x.dtype} weights that are not finite floats")
         shape, convolution = tensors["kernel"].shape, layer["kind"] == "convolution"
         fits = len(shape) == (4 if convolution else 2) and 0 not in shape and tensors["bias"].shape == shape[-1:]
         if fits and convolution:
@@ -181,9 +189,11 @@ def check_network(path: Path, network: dict) -> None:
             n_inputs = n_pixels**2 * n_inputs if n_pixels and n_inputs else n_inputs
             n_pixels = 0
             fits = n_inputs in (shape[0], None) and (world == "mujoco" or name != names[0])
-        if not fits or any(x.dtype.kind != "f" for x in tensors.values()):
+        if not fits:
             fail(f"layer {name} of {path} has a kernel of shape {shape}, which does not fit here")
         n_inputs = shape[-1]
+    if n_pixels:
+        fail(f"{path} ends with {names[-1]}, a convolution: {TOOL} does not know what comes out")
 
 
 # ---- Layers ----------------------------------------------------------------------------------------------------------
@@ -235,7 +245,7 @@ class PlanarLayer(NamedTuple):
         return self.width * (self.n_pixels_out - 1) + self.n_pixels_out
 
 
-def planar_layers(path: Path, network: dict, drop_idle: bool = True) -> list[PlanarLayer]:
+def planar_layers(network: dict, drop_idle: bool = True) -> list[PlanarLayer]:
     """Of the network that plays, without the hidden units that nobody sees. Atari's pixels come as 0 to 255."""
     params, world, names, layers = network["params"], network["world"], layer_names(network["layers"]), []
     if world == "mujoco":
@@ -243,10 +253,7 @@ def planar_layers(path: Path, network: dict, drop_idle: bool = True) -> list[Pla
     params = drop_idle_units(params, names) if drop_idle else params
     n_pixels, n_channels = {"atari": FRAME[0], "minatar": GRID, "mujoco": 0}[world], 0
     for name in names:
-        with np.errstate(over="ignore"):
-            kernel, bias = (params[name][x].astype(np.float32) for x in ("kernel", "bias"))
-        if not np.isfinite(kernel).all() or not np.isfinite(bias).all():
-            fail(f"layer {name} of {path} has weights that are not finite")
+        kernel, bias = (params[name][x].astype(np.float32) for x in ("kernel", "bias"))
         if kernel.ndim == 4:
             if world == "atari" and not layers:
                 kernel = kernel / np.float32(255)
@@ -262,8 +269,6 @@ def planar_layers(path: Path, network: dict, drop_idle: bool = True) -> list[Pla
                 kernel = kernel.reshape(n_pixels**2, n_channels, -1).swapaxes(0, 1).reshape(len(kernel), -1)
             layers.append(PlanarLayer(name, kernel, bias))
             n_pixels = 0
-    if layers[-1].stride:
-        fail(f"{path} ends with {names[-1]}, a convolution: {TOOL} does not know what comes out")
     return layers
 
 
@@ -693,7 +698,7 @@ def export_policy(args: Args) -> None:
     check_args(args)
     about, networks = load_policy(args.path)
     network, contents = networks["target" if "target" in networks else "actor"], {}
-    layers = planar_layers(args.path, network)
+    layers = planar_layers(network)
     if args.c:
         contents[args.c] = header_text(args, about, network, layers).encode()
     if args.main:
@@ -706,7 +711,7 @@ def export_policy(args: Args) -> None:
         write_whole(path, content)
         print(f"Written: {shlex.quote(str(path))}, {len(content):,} bytes")
     if args.c:
-        print_costs(len(contents[args.c]), layers, planar_layers(args.path, network, drop_idle=False))
+        print_costs(len(contents[args.c]), layers, planar_layers(network, drop_idle=False))
     if args.main:
         print(compile_command(args))
 

@@ -121,7 +121,7 @@ def prune(network: dict, sparsity: float) -> dict:
 
 
 def write_header(path: Path, about: dict, network: dict) -> None:
-    layers = export_policy.planar_layers(path, network)
+    layers = export_policy.planar_layers(network)
     path.write_text(export_policy.header_text(export_policy.Args(path, c=path), about, network, layers))
 
 

@@ -354,12 +354,12 @@ def test_the_size_that_a_dense_header_would_have_is_nearly_that_of_one(sparsity,
 @pytest.mark.parametrize("sparsity", [0.0, 0.3, 0.5, 0.826, 0.95])
 def test_a_layer_is_written_sparse_only_if_that_is_smaller(sparsity):
     for make in SMALL.values():
-        for layer in export_policy.planar_layers("policy.npz", make(sparsity)):
+        for layer in export_policy.planar_layers(make(sparsity)):
             dense, sparse = (export_policy.count_bytes(export_policy.arrays_of(layer, x)) for x in (False, True))
             is_sparse, arrays = export_policy.best_arrays(layer)
             assert is_sparse == (sparse < dense)
             assert export_policy.count_bytes(arrays) == min(sparse, dense)
-    hidden = export_policy.planar_layers("policy.npz", SMALL["minatar"](sparsity))[1]
+    hidden = export_policy.planar_layers(SMALL["minatar"](sparsity))[1]
     assert export_policy.best_arrays(hidden)[0] == (sparsity > 0.2)
 
 
@@ -494,9 +494,9 @@ def test_what_c_cannot_say_or_nobody_knows_is_refused(tmp_path, capsys):
 
     nan = refusal(lambda about, arrays: arrays.update({"target/params/Dense_1/bias": np.full(3, np.nan, np.float32)}))
     assert "layer Dense_1 of" in nan
-    assert "has weights that are not finite" in nan
+    assert "has float32 weights that are not finite" in nan
     large = refusal(lambda about, arrays: arrays.update({"target/params/Dense_1/kernel": np.full((8, 3), 1e300)}))
-    assert "has weights that are not finite" in large
+    assert "has float64 weights that are not finite" in large
     assert "ends with Conv_0, a convolution: this exporter does not know" in refusal(cut_off)
     assert "this exporter does not know the world doom" in refusal(
         lambda about, _: about.update(script="eaudedqn_doom")
@@ -516,7 +516,7 @@ def test_a_full_disk_leaves_the_file_before(tmp_path, capsys, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", fail)
-    assert "No space left on device" in refused(Args(path, c=header), capsys)
+    assert refused(Args(path, c=header), capsys) == f"error: cannot write {header}: No space left on device\n"
     monkeypatch.setattr(Path, "replace", replace)
     assert sorted(tmp_path.iterdir()) == [header, path]
     assert header.read_text() == "the header before"
