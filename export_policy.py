@@ -8,7 +8,7 @@
     cc -O3 -march=native example.c -o policy -lm
     python export_policy.py runs/... --onnx policy.onnx
 
-The header needs no library but C's own. Outputs agree with those of `play_policy.py` to 1e-4.
+The header needs no library but C's own. Outputs agree with those of `play_policy.py` to 1e-4 of the largest.
 """
 
 import dataclasses
@@ -36,6 +36,7 @@ import tyro
 FRAME, STACK = (84, 84), 4  # pixels of a frame, frames of an observation
 GRID = 10  # cells of a side of MinAtar's world
 TOOL = "this exporter"  # in messages
+MARK = "Written by export_policy.py"  # in C: a file without it is somebody's own
 
 
 # ---- Arguments -------------------------------------------------------------------------------------------------------
@@ -64,22 +65,25 @@ def check_args(args: Args) -> None:
         fail(f"--name {args.name!r} is no name in C: give letters, digits and _, with a letter first")
     for flag, path, suffix in (("--c", args.c, ".h"), ("--main", args.main, ".c")):
         if path and path.suffix != suffix:  # the program of cc has none
-            fail(f"{flag} {path} must be a {suffix} file")
+            fail(f"{flag} {path} must be a {suffix} file, such as policy{suffix}")
     for flag, path in outputs.items():
-        text = path.absolute().as_posix()
-        if not text.isprintable() or re.search(r'["*\\]|\?\?', text):  # ??/ is a backslash in C99
-            fail(f"{flag} {text!r} cannot stand in C: choose a path without quotes, stars, backslashes and the like")
+        if not str(path).isprintable():
+            fail(f"{flag} {str(path)!r} cannot be printed: choose another path")
     if args.onnx and not importlib.util.find_spec("onnx"):
         fail("--onnx needs a package: pip install onnx")
     policy = args.path / "policy.npz" if args.path.is_dir() else args.path
     files = {"the policy": policy, **outputs}
     if args.main:
-        files["the program of --name"] = Path(args.name)
+        program = files["the program of --name"] = Path(args.name)
+        if program.exists() and not (program.is_file() and os.access(program, os.X_OK)):
+            fail(f"the program would be written over {args.name}, which is none: choose another --name")
     for (flag, path), (other, other_path) in itertools.combinations(files.items(), 2):
         if path.resolve() == other_path.resolve():
             fail(f"{flag} and {other} would be the same file, {path}")
-    for path in outputs.values():
+    for flag, path in outputs.items():
         check_output(path)
+        if flag != "--onnx" and path.exists() and MARK.encode() not in path.read_bytes():
+            fail(f"{path} was not written by export_policy.py: remove it, or choose another file with {flag}")
 
 
 def check_folder(folder: Path) -> None:
@@ -103,6 +107,8 @@ def write_whole(path: Path, content: bytes) -> None:
     try:
         temporary.write_bytes(content)
         temporary.replace(path)
+    except OSError as error:  # a full disk
+        fail(f"cannot write {path}: {error.strerror}")
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -149,7 +155,7 @@ def layer_names(layers: dict) -> list[str]:
     """In the order of the network: Dense_2 comes before Dense_10, which JAX sorts as text."""
     stems = {name: name.rstrip("0123456789") for name in layers}
     order = list(stems.values())
-    return sorted(layers, key=lambda name: (order.index(stems[name]), int(name[len(stems[name]) :] or 0)))
+    return sorted(layers, key=lambda name: (order.index(stems[name]), len(name), name))
 
 
 def check_network(path: Path, network: dict) -> None:
@@ -165,10 +171,16 @@ def check_network(path: Path, network: dict) -> None:
     n_pixels = {"atari": FRAME[0], "minatar": GRID, "mujoco": 0}[world]  # of a side of what comes into a layer
     n_inputs = STACK if world == "atari" else None  # what comes into a layer; of a convolution its channels
     names = layer_names(layers)
+    if world == "mujoco" and len(names) < 2:
+        fail(f"{path} has an actor of one layer: it has two at least, for the mean and for the standard deviation")
     for name in names if world != "mujoco" else names[:-1]:
         layer, tensors = layers[name], params.get(name, {})
         if tensors.keys() != {"kernel", "bias"}:
             fail(f"layer {name} of {path} has {', '.join(tensors) or 'no weights'}, not a kernel and a bias")
+        for x in tensors.values():
+            with np.errstate(over="ignore"):
+                if x.dtype.kind != "f" or not np.isfinite(x.astype(np.float32)).all():
+                    fail(f"layer {name} of {path} has {x.dtype} weights that are not finite floats")
         shape, convolution = tensors["kernel"].shape, layer["kind"] == "convolution"
         fits = len(shape) == (4 if convolution else 2) and 0 not in shape and tensors["bias"].shape == shape[-1:]
         if fits and convolution:
@@ -181,9 +193,11 @@ def check_network(path: Path, network: dict) -> None:
             n_inputs = n_pixels**2 * n_inputs if n_pixels and n_inputs else n_inputs
             n_pixels = 0
             fits = n_inputs in (shape[0], None) and (world == "mujoco" or name != names[0])
-        if not fits or any(x.dtype.kind != "f" for x in tensors.values()):
+        if not fits:
             fail(f"layer {name} of {path} has a kernel of shape {shape}, which does not fit here")
         n_inputs = shape[-1]
+    if n_pixels:
+        fail(f"{path} ends with {names[-1]}, a convolution: {TOOL} does not know what comes out")
 
 
 # ---- Layers ----------------------------------------------------------------------------------------------------------
@@ -235,7 +249,7 @@ class PlanarLayer(NamedTuple):
         return self.width * (self.n_pixels_out - 1) + self.n_pixels_out
 
 
-def planar_layers(path: Path, network: dict, drop_idle: bool = True) -> list[PlanarLayer]:
+def planar_layers(network: dict, drop_idle: bool = True) -> list[PlanarLayer]:
     """Of the network that plays, without the hidden units that nobody sees. Atari's pixels come as 0 to 255."""
     params, world, names, layers = network["params"], network["world"], layer_names(network["layers"]), []
     if world == "mujoco":
@@ -243,10 +257,7 @@ def planar_layers(path: Path, network: dict, drop_idle: bool = True) -> list[Pla
     params = drop_idle_units(params, names) if drop_idle else params
     n_pixels, n_channels = {"atari": FRAME[0], "minatar": GRID, "mujoco": 0}[world], 0
     for name in names:
-        with np.errstate(over="ignore"):
-            kernel, bias = (params[name][x].astype(np.float32) for x in ("kernel", "bias"))
-        if not np.isfinite(kernel).all() or not np.isfinite(bias).all():
-            fail(f"layer {name} of {path} has weights that are not finite")
+        kernel, bias = (params[name][x].astype(np.float32) for x in ("kernel", "bias"))
         if kernel.ndim == 4:
             if world == "atari" and not layers:
                 kernel = kernel / np.float32(255)
@@ -262,20 +273,19 @@ def planar_layers(path: Path, network: dict, drop_idle: bool = True) -> list[Pla
                 kernel = kernel.reshape(n_pixels**2, n_channels, -1).swapaxes(0, 1).reshape(len(kernel), -1)
             layers.append(PlanarLayer(name, kernel, bias))
             n_pixels = 0
-    if layers[-1].stride:
-        fail(f"{path} ends with {names[-1]}, a convolution: {TOOL} does not know what comes out")
     return layers
 
 
 def words_of(layers: list[PlanarLayer], world: str) -> dict:
     """What comes in and what goes out, in the words of C."""
-    n_inputs, q = layers[0].kernel.shape[-2], world != "mujoco"
-    shape = {"atari": (n_inputs, *FRAME), "minatar": (GRID, GRID, n_inputs), "mujoco": (n_inputs,)}[world]
+    actor = world == "mujoco"
+    n_channels = layers[0].kernel.shape[-2]  # of an actor all inputs
+    shape = {"atari": (n_channels, *FRAME), "minatar": (GRID, GRID, n_channels), "mujoco": (n_channels,)}[world]
     return {
         "shape": shape,
         "n_inputs": " * ".join(map(str, shape)),
-        "type": "uint8_t" if q else "float",
-        "output": "q_values" if q else "action",
+        "type": "float" if actor else "uint8_t",
+        "output": "action" if actor else "q_values",
         "n_outputs": len(layers[-1].bias),
     }
 
@@ -285,20 +295,21 @@ SIGNATURE = Template("void ${name}_$output(const $type observation[$n_inputs], f
 
 HEAD = Template("""\
 /* $title.
-   Written by export_policy.py: C99 and C++, no library but C's own.
+   $mark: C99 and C++, no library but C's own, an int of 32 bits.
 
    $signature
 
    $meaning
 
    The network has a sparsity of $sparsity.
-   $weights of $n_weights weights are needed: the others are zero, or lead to no output.
-   Flash: $flash bytes of constants, and the code. RAM: $ram bytes, all of them static: include it in one file of a
-   program, and do not call it from two threads at once. On the stack are a few local variables, no arrays.
+   $weights of $n_weights weights are needed: the others are zero, or of hidden units that lead to no output.
+   Flash: $flash bytes of constants, and the code. RAM: $ram bytes, static, beside the observation and the
+   outputs, which are yours: include it in one file of a program, and do not call it from two threads at once.
+   On the stack are a few local variables, no arrays.
 
        #include "$file"
 
-       $type observation[$n_inputs] = {0};
+       static $type observation[$n_inputs];
        float $output[$n_outputs];
        ${name}_$output(observation, $output); */
 #ifndef ${name}_H_
@@ -308,14 +319,14 @@ $includes#include <stdint.h>
 #include <string.h>
 """)
 
-# The price of the pieces: each of their rows has a few numbers too many at its end, which nobody reads. The sum of a
-# convolution lies behind the planes: where gcc 12 knew that they do not overlap, -O3 interchanged the loops over
-# weights and pixels, and it took 58 us in place of 4.
+# A weight of a convolution is multiplied with one piece of a plane: rows, one after the other, each with a few numbers
+# too many at its end, which nobody reads. The sum of a convolution lies behind the planes: where gcc 12 knew that they
+# do not overlap, -O3 interchanged the loops over weights and pixels, and it took 58 us in place of 4.
 PLANES = Template("""\
 /* One plane for each channel. A weight of the convolution is then multiplied with one piece of a plane, which is
    contiguous. */
 static void ${layer}_cut(const $type *x, float *planes) {
-$zeros  for (int channel = 0; channel < $n_inputs; channel++, planes += $width * $width)
+$zeros  for (int channel = 0; channel < $n_channels; channel++, planes += $width * $width)
     for (int row = 0; row < $n_rows; row++)
       for (int column = 0; column < $n_rows; column++) planes[$place] = (float)x[$pixel];
 }
@@ -327,7 +338,7 @@ CUT = Template("""\
 static void ${layer}_cut(const $type *x, float *planes) {
 $zeros  for (int down = 0; down < $stride; down++)
     for (int right = 0; right < $stride; right++)
-      for (int channel = 0; channel < $n_inputs; channel++) {
+      for (int channel = 0; channel < $n_channels; channel++) {
         for (int row = (down + $shift) % $stride; row < $n_rows; row += $stride)
           for (int column = (right + $shift) % $stride; column < $n_rows; column += $stride)
             planes[(row + $start) / $stride * $width + (column + $start) / $stride] = (float)x[$pixel];
@@ -405,7 +416,8 @@ RELU = Template("""\
 """)
 
 MAIN = Template("""\
-/* Reads observations from standard input, $n_inputs numbers each, and prints the $output of each in a line.
+/* $mark. It reads observations from standard input,
+   $n_inputs numbers each, and prints the $output of each in a line.
 
        $command
 */
@@ -417,8 +429,8 @@ int main(void) {
   static $type observation[$n_inputs];
   float $output[$n_outputs];
   $number number;
-  int n = 0;
-  while (scanf("$code", &number) == 1) {
+  int n = 0, found;
+  while ((found = scanf("$code", &number)) == 1) {
     observation[n] = ($type)number;
     if (observation[n] != number) {
       fprintf(stderr, "error: number %d of an observation is not $range\\n", n + 1);
@@ -428,11 +440,14 @@ int main(void) {
     ${name}_$output(observation, $output);
     for (n = 0; n < $n_outputs; n++) printf("%.9g%c", (double)$output[n], n < $n_outputs - 1 ? ' ' : '\\n');
     fflush(stdout);
+    if (ferror(stdout)) {
+      perror("error");
+      return 2;
+    }
     n = 0;
   }
-  if (n == 0 && feof(stdin)) return 0;
-  if (feof(stdin)) fprintf(stderr, "error: the input ends after %d of the $n_inputs numbers of an observation\\n", n);
-  else fprintf(stderr, "error: what follows number %d of an observation cannot be read as a number\\n", n);
+  if (n == 0 && found == EOF && !ferror(stdin)) return 0;
+  fprintf(stderr, "error: number %d of the $n_inputs of an observation is missing or no number\\n", n + 1);
   return 2;
 }
 """)
@@ -508,7 +523,7 @@ def constants_text(name: str, layer: PlanarLayer, what: str, sparse: bool, array
 def convolution_text(name: str, layer: PlanarLayer, world: str, is_first: bool) -> str:
     """Its constants and its two functions."""
     sparse, arrays = best_arrays(layer)
-    size, _, n_inputs, n_outputs = layer.kernel.shape
+    size, _, n_channels, n_outputs = layer.kernel.shape
     n, n_out, width, start = layer.n_pixels, layer.n_pixels_out, layer.width, layer.start
     n_rows = min(n, width * layer.stride - start)  # VALID can leave some pixels over
     first = f"{name}_starts[output]" if sparse else f"output * {len(arrays['pieces'])}"
@@ -516,12 +531,13 @@ def convolution_text(name: str, layer: PlanarLayer, world: str, is_first: bool) 
         "layer": name,
         "type": "uint8_t" if is_first else "float",
         "index": arrays["pieces"].dtype,
-        "n_inputs": n_inputs,
+        "n_channels": n_channels,
         "n_outputs": n_outputs,
         "n_planes": layer.n_planes,
         "length": layer.length,
-        "shift": -start % layer.stride,
+        "shift": -start % layer.stride,  # the first row that starts a block
         "n_rows": n_rows,
+        # What follows is C.
         "place": f"(row + {start}) * {width} + column + {start}" if start else f"row * {width} + column",
         "pixel": f"(channel * {n} + row) * {n} + column",
         "first": first,
@@ -529,10 +545,10 @@ def convolution_text(name: str, layer: PlanarLayer, world: str, is_first: bool) 
         "n": f"{name}_starts[output + 1] - {first}" if sparse else len(arrays["pieces"]),
     }
     if world == "minatar" and is_first:
-        words["pixel"] = f"(row * {n} + column) * {n_inputs} + channel"
+        words["pixel"] = f"(row * {n} + column) * {n_channels} + channel"
     words["zeros"] = ZEROS.substitute(words) if n_rows < width * layer.stride else ""
     what = f"convolution of {size} x {size} with stride {layer.stride}"
-    what += f" from {n} x {n} x {n_inputs} to {n_out} x {n_out} x {n_outputs}"
+    what += f" from {n} x {n} x {n_channels} to {n_out} x {n_out} x {n_outputs}"
     cut = (PLANES if layer.stride == 1 else CUT).substitute(words)
     return f"{cut}\n{constants_text(name, layer, what, sparse, arrays)}{CONVOLUTION.substitute(words)}"
 
@@ -598,9 +614,16 @@ def costs_of(layers: list[PlanarLayer], sparse: bool = True) -> dict[str, int]:
     }
 
 
+def path_text(path: str) -> str:
+    """As it stands in a comment of C, or after #include."""
+    if not path.isprintable() or re.search(r'["*\\]|\?\?', path):  # ??/ is a backslash in C99
+        fail(f"{path!r} cannot stand in C: choose a path without quotes, stars, backslashes and the like")
+    return path
+
+
 def header_text(args: Args, about: dict, network: dict, layers: list[PlanarLayer]) -> str:
     name, world, env_id, (calls, buffers) = args.name, network["world"], str(about["args"]["env_id"]), calls_of(layers)
-    words = words_of(layers, world) | {"name": name, "file": args.c.name}
+    words = words_of(layers, world) | {"name": name, "file": path_text(args.c.name), "mark": MARK}
     signature, (n_kept, n_all) = SIGNATURE.substitute(words), count_weights(network)
     actions = f" ({ACTIONS[env_id]})" if world == "minatar" and env_id in ACTIONS else ""
     words |= {key: f"{x:,}" for key, x in costs_of(layers).items()}
@@ -627,7 +650,7 @@ def header_text(args: Args, about: dict, network: dict, layers: list[PlanarLayer
 
 
 def compile_command(args: Args) -> str:
-    return shlex.join(["cc", "-O3", "-march=native", str(args.main), "-o", args.name, "-lm"])
+    return f"cc -O3 -march=native {shlex.quote(path_text(str(args.main)))} -o {args.name} -lm"
 
 
 def main_text(args: Args, network: dict, layers: list[PlanarLayer]) -> str:
@@ -636,8 +659,9 @@ def main_text(args: Args, network: dict, layers: list[PlanarLayer]) -> str:
         words |= {"number": "int", "code": "%d", "range": "from 0 to 255"}
     else:
         words |= {"number": "float", "code": "%f", "range": "a number"}
-    file = os.path.relpath(args.c, args.main.parent).replace(os.sep, "/")
-    return MAIN.substitute(words, name=args.name, file=file, command=compile_command(args))
+    header = args.c.parent.resolve() / args.c.name  # a compiler follows links before `..`
+    words["file"] = path_text(os.path.relpath(header, args.main.parent.resolve()).replace(os.sep, "/"))
+    return MAIN.substitute(words, name=args.name, mark=MARK, command=compile_command(args))
 
 
 # ---- ONNX ------------------------------------------------------------------------------------------------------------
@@ -682,10 +706,9 @@ def onnx_bytes(network: dict, layers: list[PlanarLayer]) -> bytes:
 def print_costs(n_bytes: int, layers: list[PlanarLayer], dense_layers: list[PlanarLayer]) -> None:
     """Of the header, and of one for the same network if it had not been pruned."""
     here, dense = costs_of(layers), costs_of(dense_layers, sparse=False)
-    n_dense_bytes = float(f"{n_bytes * dense['flash'] / here['flash']:.2g}")
     print(f"{'The header':20}{'as it is':>14}{'dense':>14}")
-    print(f"{'Bytes in the file':20}{n_bytes:14,}{f'about {n_dense_bytes:,.0f}':>18}")
-    for name, key in (("Bytes of constants", "flash"), ("Bytes of RAM", "ram"), ("Non-zero weights", "weights")):
+    print(f"{'Bytes in the file':20}{n_bytes:14,}{'-':>14}")
+    for name, key in (("Bytes of constants", "flash"), ("Bytes of RAM", "ram"), ("Weights needed", "weights")):
         print(f"{name:20}{here[key]:14,}{dense[key]:14,}")
 
 
@@ -693,20 +716,18 @@ def export_policy(args: Args) -> None:
     check_args(args)
     about, networks = load_policy(args.path)
     network, contents = networks["target" if "target" in networks else "actor"], {}
-    layers = planar_layers(args.path, network)
+    layers = planar_layers(network)
     if args.c:
         contents[args.c] = header_text(args, about, network, layers).encode()
     if args.main:
         contents[args.main] = main_text(args, network, layers).encode()
     if args.onnx:
         contents[args.onnx] = onnx_bytes(network, layers)
-    if args.main and args.main.exists() and args.main.read_bytes() != contents[args.main]:
-        fail(f"{args.main} has other text, perhaps yours: remove it, or choose another file with --main")
     for path, content in contents.items():
         write_whole(path, content)
         print(f"Written: {shlex.quote(str(path))}, {len(content):,} bytes")
     if args.c:
-        print_costs(len(contents[args.c]), layers, planar_layers(args.path, network, drop_idle=False))
+        print_costs(len(contents[args.c]), layers, planar_layers(network, drop_idle=False))
     if args.main:
         print(compile_command(args))
 

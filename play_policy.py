@@ -8,8 +8,9 @@
     python play_policy.py runs/...
     python play_policy.py runs/... --video game.gif
 
-To run a network elsewhere, copy the sections "Policy file" and "Forward pass", with the imports and constants they use:
-NumPy, and SciPy if it is sparse. Outputs agree with JAX's to 1e-5, enough for a chaotic task to take another course.
+To run a network elsewhere copy the sections "Policy file" and "Forward pass", with `fail` and the imports and constants
+they use: NumPy, and SciPy if it is sparse. Outputs agree with JAX's to 1e-5, enough for a chaotic task to take another
+course.
 """
 
 import dataclasses
@@ -101,6 +102,8 @@ def write_whole(path: Path, content: bytes) -> None:
     try:
         temporary.write_bytes(content)
         temporary.replace(path)
+    except OSError as error:  # a full disk
+        fail(f"cannot write {path}: {error.strerror}")
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -147,7 +150,7 @@ def layer_names(layers: dict) -> list[str]:
     """In the order of the network: Dense_2 comes before Dense_10, which JAX sorts as text."""
     stems = {name: name.rstrip("0123456789") for name in layers}
     order = list(stems.values())
-    return sorted(layers, key=lambda name: (order.index(stems[name]), int(name[len(stems[name]) :] or 0)))
+    return sorted(layers, key=lambda name: (order.index(stems[name]), len(name), name))
 
 
 def check_network(path: Path, network: dict) -> None:
@@ -163,10 +166,16 @@ def check_network(path: Path, network: dict) -> None:
     n_pixels = {"atari": FRAME[0], "minatar": GRID, "mujoco": 0}[world]  # of a side of what comes into a layer
     n_inputs = STACK if world == "atari" else None  # what comes into a layer; of a convolution its channels
     names = layer_names(layers)
+    if world == "mujoco" and len(names) < 2:
+        fail(f"{path} has an actor of one layer: it has two at least, for the mean and for the standard deviation")
     for name in names if world != "mujoco" else names[:-1]:
         layer, tensors = layers[name], params.get(name, {})
         if tensors.keys() != {"kernel", "bias"}:
             fail(f"layer {name} of {path} has {', '.join(tensors) or 'no weights'}, not a kernel and a bias")
+        for x in tensors.values():
+            with np.errstate(over="ignore"):
+                if x.dtype.kind != "f" or not np.isfinite(x.astype(np.float32)).all():
+                    fail(f"layer {name} of {path} has {x.dtype} weights that are not finite floats")
         shape, convolution = tensors["kernel"].shape, layer["kind"] == "convolution"
         fits = len(shape) == (4 if convolution else 2) and 0 not in shape and tensors["bias"].shape == shape[-1:]
         if fits and convolution:
@@ -179,9 +188,11 @@ def check_network(path: Path, network: dict) -> None:
             n_inputs = n_pixels**2 * n_inputs if n_pixels and n_inputs else n_inputs
             n_pixels = 0
             fits = n_inputs in (shape[0], None) and (world == "mujoco" or name != names[0])
-        if not fits or any(x.dtype.kind != "f" for x in tensors.values()):
+        if not fits:
             fail(f"layer {name} of {path} has a kernel of shape {shape}, which does not fit here")
         n_inputs = shape[-1]
+    if n_pixels:
+        fail(f"{path} ends with {names[-1]}, a convolution: {TOOL} does not know what comes out")
 
 
 # ---- Forward pass: the batch is the last axis ------------------------------------------------------------------------
@@ -362,7 +373,8 @@ class GridGame:
 
 def make_env(args: Args, about: dict, network: dict, colour: bool = False):
     env_id, world = about["args"]["env_id"], network["world"]
-    horizon = args.horizon or about["args"].get("horizon")
+    said = about["args"].get("horizon")
+    horizon = args.horizon or (said if type(said) is int and said > 0 else None)
     if not horizon and world != "mujoco":
         fail(f"{args.path} does not say its horizon: give --horizon")
     try:
@@ -553,8 +565,8 @@ def play_policy(args: Args) -> None:
     check_fit(args.path, env, network)
     film_env = make_env(args, about, network, colour=True) if args.video else None
     recorder = Recorder(args.record_dir, args.record_rows) if args.record_dir else None
-    counts = {key: count_weights(x) for key, x in networks.items()}
-    sparsities = ", ".join(f"{key} {1 - n_kept / n_weights:.3f}" for key, (n_kept, n_weights) in counts.items())
+    counts = {key: count_weights(x) for key, x in networks.items() if "params" in x}
+    sparsities = ", ".join(f"{key} {1 - n_kept / n:.3f}" for key, (n_kept, n) in counts.items() if n)
     print(f"{about['args']['env_id']}, {about['script']}.py after {about['step']:,} steps, sparsity of {sparsities}")
     rng, returns, first = np.random.default_rng(args.seed), [], None
     show_progress(returns, args.episodes)

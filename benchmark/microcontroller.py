@@ -98,7 +98,7 @@ class Args:
 
 
 def real_positions(path: Path, about: dict, network: dict, n_positions: int) -> np.ndarray:
-    """Observations of the games that the policy plays, from all parts of them."""
+    """Observations of the games that the policy plays, of their first 100 steps."""
     args = play_policy.Args(path)
     env, layers = play_policy.make_env(args, about, network), play_policy.make_layers(network)
     rng, inputs = np.random.default_rng(0), []
@@ -110,7 +110,7 @@ def real_positions(path: Path, about: dict, network: dict, n_positions: int) -> 
 def prune(network: dict, sparsity: float) -> dict:
     """The same network as if it had never been pruned, then pruned by magnitude in its largest layer.
 
-    `erk` leaves the others nearly dense, too: they have a fiftieth of the weights.
+    `erk` leaves the others nearly dense, too: they have less than a hundredth of the weights.
     """
     params = play_policy.fill_zeros(network["params"])
     name = max(params, key=lambda name: params[name]["kernel"].size)
@@ -121,7 +121,7 @@ def prune(network: dict, sparsity: float) -> dict:
 
 
 def write_header(path: Path, about: dict, network: dict) -> None:
-    layers = export_policy.planar_layers(path, network)
+    layers = export_policy.planar_layers(network)
     path.write_text(export_policy.header_text(export_policy.Args(path, c=path), about, network, layers))
 
 
@@ -167,7 +167,10 @@ def main(args: Args) -> None:
     print("|---|---|---|---|---|")
     for name, x in cases.items():
         with tempfile.TemporaryDirectory() as folder:
-            flash, ram, instructions, difference = measure(Path(folder), about, x, positions)
+            try:
+                flash, ram, instructions, difference = measure(Path(folder), about, x, positions)
+            except subprocess.CalledProcessError as error:  # without libnewlib gcc finds no string.h
+                sys.exit(f"{error.cmd[0]} failed: are all packages installed that are named at the top of this file?")
         print(f"| {name} | {flash:,} | {ram:,} | {instructions:,} | {difference:.1e} |", flush=True)
         if not difference <= 1e-4:  # NaN, too
             sys.exit("the Q-values differ by more than 1e-4")

@@ -344,7 +344,7 @@ def compile_policy(folder: Path, network: dict, observations: np.ndarray, flags:
     """A function that gives the outputs for all of these observations, one after the other, in C."""
     import export_policy
 
-    layers = export_policy.planar_layers(folder, network)
+    layers = export_policy.planar_layers(network)
     about = {"args": {"env_id": "a benchmark"}, "script": "speed", "step": 0}
     header = export_policy.header_text(export_policy.Args(folder, c=Path("p.h")), about, network, layers)
     words, n_outputs = export_policy.words_of(layers, network["world"]), len(layers[-1].bias)
@@ -387,7 +387,7 @@ def exported_rows(repetitions: int) -> list[list]:
         atari, (network, unpruned, _) = script is eaudedqn_atari, random_network(script, sparsity, hidden)
         x = random_frames(1).frames[:, 1:].copy() if atari else np.random.default_rng(0).random((1, 17), np.float32)
         layers = [play_policy.make_layers(network, sparse) for sparse in (True, False)]
-        model = export_policy.onnx_bytes(network, export_policy.planar_layers(Path(), network))
+        model = export_policy.onnx_bytes(network, export_policy.planar_layers(network))
         session = onnxruntime.InferenceSession(model, options)
         with tempfile.TemporaryDirectory() as folder:
             functions = {"c": compile_policy(Path(folder), network, x)}

@@ -335,8 +335,9 @@ def test_layers_may_have_other_names(tmp_path, catch_envs, capsys):
     network = load_policy(path)[1]["target"]
     assert next(iter(network["params"])) == "Advantage"
     np.testing.assert_array_equal(q_values(network, np.full((1, 4, 84, 84), 99, np.uint8)), expected)
-    names = ["Conv_0", "Conv_1", "Dense_0", "Dense_1", "Dense_10", "Dense_2", "Head"]
-    assert play_policy.layer_names(dict.fromkeys(names))[-4:] == ["Dense_1", "Dense_2", "Dense_10", "Head"]
+    long = "Dense_" + 5_000 * "9"
+    names = ["Conv_0", "Conv_1", "Dense_0", "Dense_1", "Dense_10", long, "Dense_2", "Head"]
+    assert play_policy.layer_names(dict.fromkeys(names))[-5:] == ["Dense_1", "Dense_2", "Dense_10", long, "Head"]
 
 
 def add_norm(about, arrays, kind=None):
@@ -353,10 +354,33 @@ def set_shape(name, *shape):
     return lambda about, arrays: arrays.update({f"target/params/{name}": np.ones(shape, np.float32)})
 
 
+def set_weights(value):
+    return lambda _, arrays: arrays.update({"target/params/Dense_1/bias": np.full(6, value)})
+
+
+def keep(script, *kept):
+    """Of the layers only these."""
+
+    def change(about, arrays):
+        about["script"], layers = script, about["layers"]["target"]
+        for name in layers.keys() - set(kept):
+            layers.pop(name)
+            for tensor in ("kernel", "bias"):
+                arrays.pop(f"target/params/{name}/{tensor}")
+
+    return change
+
+
 FUTURE = {  # what is changed in the file: what a person reads
     "{path} does not say what its layers are: its script is older, or": lambda about, _: about.pop("layers"),
     "{path} does not say its env_id": lambda about, _: about["args"].pop("env_id"),
     "{path} does not say its horizon: give --horizon": lambda about, _: about["args"].pop("horizon"),
+    "{path} does not say its horizon: give --horizon\n": lambda about, _: about["args"].update(horizon="abc"),
+    "{path} has an actor of one layer: it has two at least": keep("eaudesac_mujoco", "Dense_1"),
+    "{path} ends with Conv_1, a convolution: this player does not know": keep("eaudedqn_atari", "Conv_0", "Conv_1"),
+    "layer Dense_1 of {path} has float64 weights that are not finite floats": set_weights(np.nan),
+    "layer Dense_1 of {path} has float64 weights that are not finite floats\n": set_weights(1e300),
+    "layer Dense_1 of {path} has int64 weights that are not finite floats": set_weights(1),
     "this player does not know the world doom of {path}": lambda about, _: about.update(script="eaudedqn_doom"),
     "this player does not know layer LayerNorm_0": add_norm,
     "this player does not know layer LayerNorm_0\n": lambda *x: add_norm(*x, kind="norm"),
@@ -497,6 +521,8 @@ def test_greedy_actions_and_their_returns_are_those_of_the_network(tmp_path, cat
 @pytest.mark.parametrize("script", ATARI, ids=lambda script: script.__name__)
 def test_policies_of_all_atari_scripts_are_played_and_filmed(script, tmp_path, catch_envs, capsys):
     path, video = atari_policy(tmp_path / "policy.npz", script, n_actions=3, horizon=77), tmp_path / "out.gif"
+    of_a_later_version = {"other/params/Dense_0/kernel": np.ones(3), "norms/batch_stats/Norm_0/mean": np.ones(3)}
+    change_policy(path, lambda _, arrays: arrays.update(of_a_later_version))
     play_policy.main(Args(path, episodes=4, video=video, seed=5))
     lines = capsys.readouterr().out.splitlines()
     assert re.fullmatch(rf"Pong, {script.__name__}\.py after 70 steps, sparsity of target 0\.\d+", lines[0])
@@ -863,10 +889,11 @@ def test_a_film_that_cannot_be_finished_leaves_the_one_before(tmp_path, capsys, 
     def write_bytes(path, content):
         with open(path, "wb") as file:
             file.write(content[: len(content) // 2])
-        raise OSError("No space left on device")
+        raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", write_bytes)
-    assert "No space left" in refused(Args(path, episodes=1, video=video), capsys)
+    error = refused(Args(path, episodes=1, video=video), capsys)
+    assert error == f"error: cannot write {video}: No space left on device\n"
     assert sorted(tmp_path.iterdir()) == [video, path]
     assert video.read_bytes() == b"the film before"
 
