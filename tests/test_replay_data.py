@@ -171,5 +171,5 @@ def test_without_a_data_set_both_ways_to_one_are_explained(capsys):
         script.train(Args())
     assert exit_info.value.code == 2
     error = capsys.readouterr().err
-    assert "python play_policy.py" in error
+    assert "play_policy.py writes with --record-dir" in error
     assert "gs://atari-replay-datasets" in error

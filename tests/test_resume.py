@@ -379,13 +379,16 @@ def test_a_finished_run_says_so_and_stays_as_it_is(run, capsys):
     [((signal.SIGTERM, signal.SIGTERM), 143), ((signal.SIGINT, signal.SIGTERM), 143)],
     ids=["SIGTERM twice", "SIGINT and SIGTERM"],
 )
-def test_a_second_sigterm_does_not_keep_the_checkpoint_from_being_written(signums, code, tmp_path, monkeypatch):
+def test_a_second_sigterm_does_not_keep_the_checkpoint_from_being_written(
+    signums, code, tmp_path, monkeypatch, capsys
+):
     script = polyprune_dqn_atari
     stop_after(60, script, monkeypatch, signums)
     with pytest.raises(SystemExit) as exit_info:
         script.train(script.Args(runs_dir=tmp_path, **PONG))
     assert exit_info.value.code == code
     assert checkpoint(next(tmp_path.iterdir()))[0]["step"] == 60
+    assert "Stopping, with a checkpoint." in capsys.readouterr().out
 
 
 def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path, monkeypatch):
@@ -610,6 +613,10 @@ def test_a_disk_without_room_for_two_checkpoints_is_said_at_the_start(script, tm
     assert exit_info.value.code == 2
     assert " needs 0.2 GB: lower --buffer-size, or --checkpoint-period 0 writes nothing\n" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+    flags |= dict(critic_features=(2_048, 2_048), buffer_size=10**4)  # the agent takes more than the memory
+    with pytest.raises(SystemExit):
+        script.train(script.Args(total_timesteps=10**6, **flags))
+    assert float(re.search(r" needs ([\d.]+) GB", capsys.readouterr().err)[1]) > 0.2
 
 
 def test_a_run_that_goes_on_needs_room_for_a_full_checkpoint_beside_the_one_that_is_there(tmp_path, monkeypatch):
@@ -622,6 +629,14 @@ def test_a_run_that_goes_on_needs_room_for_a_full_checkpoint_beside_the_one_that
     free -= 1
     with pytest.raises(SystemExit):
         eaudesac_mujoco.check_room(args, tmp_path, 50_000)
+
+
+def test_a_folder_that_cannot_be_made_leaves_the_handlers_of_the_caller(tmp_path):
+    (tmp_path / "runs").touch()
+    before = [signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(OSError, match="runs"):
+        polyprune_dqn_atari.train(polyprune_dqn_atari.Args(runs_dir=tmp_path / "runs", **PONG))
+    assert [signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 def test_a_signal_that_comes_with_the_first_file_is_not_lost(tmp_path, monkeypatch):

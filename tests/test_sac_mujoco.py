@@ -439,6 +439,14 @@ def test_a_network_with_a_loss_that_is_not_finite_is_not_chosen():
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(after.actor_params))
 
 
+def test_the_actor_never_learns_from_a_diverged_critic():
+    losses = np.random.default_rng(0).random((20_000, 5), np.float32)
+    losses[:, [0, 4]] = np.inf
+    for uniform in (0.0, 0.5, 1 - 2**-24):  # 24 bits: the largest that a generator draws
+        drawn = eaude.draw_networks(np.full(len(losses), uniform, np.float32), losses)
+        assert set(np.unique(drawn)) <= {1, 2, 3}
+
+
 @pytest.mark.parametrize("tau", [0.1, 1.0])
 def test_a_network_that_has_diverged_once_stays_out_until_the_next_tournament(tau):
     args, actor, critic, state = tiny_agent(eaude, tau=tau)
