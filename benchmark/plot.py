@@ -397,12 +397,18 @@ def named(base: str, variants: Lines = ALGORITHMS) -> Lines:
 
 
 def print_iqms(study: Study, lines: Lines, base: str) -> None:
-    """Of normalised returns."""
-    print(f"| algorithm | IQM of final returns / dense {base}'s |", "|---|---|", sep="\n")
+    """Of normalised returns, and the sparsities beside them."""
+    print(
+        f"| algorithm | final return / dense {base}'s, IQM | final sparsity, IQM | runs |",
+        "|---|---|---|---|",
+        sep="\n",
+    )
     for variant, (_, label) in lines.items():
-        returns = [final(runs)[1] for (other, _), runs in study.items() if other == variant]
-        if returns:
-            print(f"| {label} | {with_interval(returns, iqm, 2)} |")
+        tasks = [final(runs) for (other, _), runs in study.items() if other == variant]
+        if tasks:
+            sparsities, returns = zip(*tasks)
+            iqms = f"{with_interval(returns, iqm, 2)} | {with_interval(sparsities, iqm, 2)}"
+            print(f"| {label} | {iqms} | {sum(map(len, returns))} |")
     print()
 
 
@@ -443,7 +449,7 @@ def draw_minatar_sparsity():
         draw_iqm(left, list(tasks.values()), "sparsity/target", style, label)
         for env, runs in tasks.items():
             sparsities = [final(runs)[0]]
-            place = [np.full(len(runs), envs.index(env) + 0.2 * (i - 1))]
+            place = [np.full(len(runs), envs.index(env) + 0.2 * (i - (len(studies) - 1) / 2))]
             draw_point(right, place, sparsities, np.mean, color=style[0], marker=style[2], linestyle="")
             rows.append(f"| {env} | {sizes[name]} | {len(runs)} | {with_interval(sparsities, np.mean, 3)} |")
     polyprune = [runs for (variant, _), runs in studies["minatar"].items() if variant == "polyprune"]
