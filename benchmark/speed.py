@@ -562,8 +562,8 @@ def main(args: Args) -> None:
             (eaudesac_mujoco, sac, 1, learned),
             (polyprune_sac_mujoco, dense_sac, 1, learned),
         ]
-        run_script(polyprune_dqn_atari, f"{online} 400 --features 2 3 3 4", f"{folder}/recorded")
-        (policy,) = Path(folder).glob("recorded/*/policy.npz")
+        run_script(polyprune_dqn_atari, f"{online} 400 --features 2 3 3 4", folder)
+        (policy,) = Path(folder).glob("*/*/policy.npz")
         record = f"--episodes 1 --horizon 400 --record-rows 300 --record-dir {folder}/data"
         command = [sys.executable, "play_policy.py", policy, *record.split()]
         subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
