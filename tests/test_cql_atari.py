@@ -125,6 +125,18 @@ def test_an_evaluation_is_one_episode_of_each_environment(script, monkeypatch):
     assert returns.tolist() == [10, 20, 30, 40]
 
 
+@BOTH
+def test_a_run_that_diverges_stops_with_a_message_at_its_next_target_update(script, tmp_path, capsys):
+    (tmp_path / "data").mkdir()
+    write_file(tmp_path / "data", 0, [(np.zeros((84, 84)), 0, np.nan, False)] * 9)
+    flags = dict(runs_dir=tmp_path, dataset_dir=tmp_path / "data", features=TINY, batch_size=2, target_period=3)
+    with pytest.raises(SystemExit) as exit_info:
+        script.main(script.Args(**flags, total_timesteps=10, epoch_steps=10))
+    assert exit_info.value.code == 2
+    who = "all networks have" if script is eaudecql_atari else "the network has"
+    assert capsys.readouterr().err == f"error: {who} diverged by step 3; try a lower --learning-rate\n"
+
+
 def record_catch(folder, n_steps, share_of_random_actions):
     """Play with a mediocre policy; its mean return."""
     rng, game, rows, returns = np.random.default_rng(0), Catch(0), [PADDING] * 3, []

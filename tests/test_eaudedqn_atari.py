@@ -269,7 +269,7 @@ def test_actions_come_from_networks_drawn_by_their_losses_and_from_epsilon(catch
 
     def losses_to_probabilities(losses):
         drawn.append(np.array(losses))
-        return np.array([0.0, 1.0, 0.0])  # network 1 always
+        return np.array([0.0, 0.0, 1.0])  # network 2 always
 
     def actions_of(network, params, idx, observations):
         acted.append(idx)
@@ -278,7 +278,7 @@ def test_actions_come_from_networks_drawn_by_their_losses_and_from_epsilon(catch
     monkeypatch.setattr(script, "network_probabilities", losses_to_probabilities)
     monkeypatch.setattr(script, "behaviour_actions", actions_of)
     script.train(Args(**catch | dict(features=TINY, learning_starts=40, epsilon_duration=500), total_timesteps=1_000))
-    assert set(acted) == {1}
+    assert set(acted) == {2}
     assert len(drawn) == 1_000  # a draw at each step
     assert not np.any(drawn[:40])
     assert np.all(drawn[-1] > 0)

@@ -115,6 +115,8 @@ def test_the_horizon_cuts_an_episode_that_has_not_ended():
     env = MinAtarEnv("Freeway", 5)
     for seed in range(2):  # counted from the start of each episode
         env.reset(seed=seed)
+        env.step(1)
+        env.reset(seed=seed)
         ends = [env.step(1)[2:4] for _ in range(5)]
         assert ends == [(False, False)] * 4 + [(False, True)]
     length = len(list(play_package("breakout", 0, [0] * 100))) - 1
@@ -345,7 +347,7 @@ def test_no_target_update_before_the_first_gradient_step(paying, monkeypatch):
 def test_actions_come_from_a_network_drawn_by_its_loss_and_from_epsilon(paying, monkeypatch):
     script, (flags, envs), drawn = eaudedqn_minatar, paying, []
     monkeypatch.setattr(
-        script, "network_probabilities", lambda losses: drawn.append(np.array(losses)) or np.array([0.0, 1.0, 0.0])
+        script, "network_probabilities", lambda losses: drawn.append(np.array(losses)) or np.array([0.0, 0.0, 1.0])
     )
     check_actions(script, flags | dict(n_networks=3), envs, "behaviour_actions", monkeypatch)
     assert len(drawn) == 1_000  # at every step
@@ -370,7 +372,7 @@ def check_actions(script, flags, envs, name, monkeypatch):
         assert call.after == [action]
         assert number_of(call.inputs[-1]) == number_of(observation)
         if name == "behaviour_actions":
-            assert call.inputs[2] == 1
+            assert call.inputs[2] == 2
     for learning, acting in itertools.pairwise(calls):
         if (learning.name, acting.name) == ("learn", name):
             assert_trees_equal(acting.inputs[1], learning.after.params)  # those that learn, not the target's
@@ -391,11 +393,15 @@ def test_a_run_that_diverges_stops_with_a_message(script, paying, monkeypatch, c
 
 
 @SCRIPTS
-def test_a_run_without_anything_learned_says_so(script, paying, capsys):
+def test_a_run_without_anything_learned_says_so(script, paying, capsys, monkeypatch):
     flags, _ = paying
-    for total in (59, 60):  # step 44 is the first to learn, 60 the first target update after it
-        script.train(script.Args(**flags, total_timesteps=total))
-        assert ("The policy is an untrained network: " in capsys.readouterr().out) == (total < 60)
+    with monkeypatch.context() as patch:
+        stop_after(59, script, patch)  # step 44 is the first to learn, 60 the first target update after it
+        with pytest.raises(SystemExit):
+            script.train(script.Args(**flags, total_timesteps=60))
+    assert "The policy is an untrained network: " in capsys.readouterr().out
+    script.train(script.Args(**flags, total_timesteps=60))
+    assert "The policy is an untrained network: " not in capsys.readouterr().out
 
 
 @SCRIPTS

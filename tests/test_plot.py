@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import re
 import shutil
 import sys
 import tomllib
@@ -80,6 +81,34 @@ def test_an_iqm_is_that_of_all_runs_and_not_of_means_of_tasks(capsys):
     _, axes = plot.new_figure(1, 1, 3, 3)
     plot.draw_iqm(axes[0, 0], [study["eaude", "Ant"], study["eaude", "Hopper"]], "eval/episodic_return", plot.EAUDE)
     assert axes[0, 0].lines[0].get_ydata().tolist() == [1]
+    shade = axes[0, 0].collections[0].get_paths()[0].vertices[:, 1]
+    assert (shade.min(), shade.max()) == plot.bootstrap_interval([np.array([0.0]), np.array([1.0, 1.0, 7.0])])
+
+
+def test_a_curve_is_the_mean_of_seeds_and_its_shade_goes_from_the_lowest_to_the_highest():
+    runs = [{"x": (np.array([0, 10]), np.array([0, 10]))}, {"x": (np.array([0, 5, 10]), np.array([2, 2, 4]))}]
+    _, ((panel,),) = plot.new_figure(1, 1, 3, 3)
+    plot.draw_curves(panel, runs, "x", plot.EAUDE)
+    assert panel.lines[0].get_xydata().tolist() == [[0, 1], [5, 3.5], [10, 7]]
+    corners = {tuple(x) for x in panel.collections[0].get_paths()[0].vertices.tolist()}
+    assert corners == {(0, 0), (0, 2), (5, 2), (5, 5), (10, 4), (10, 10)}
+
+
+def test_error_bars_go_from_one_end_of_the_interval_to_the_other(monkeypatch):
+    monkeypatch.setattr(plot, "bootstrap_interval", lambda *_: (1, 9))
+    _, ((panel,),) = plot.new_figure(1, 1, 3, 3)
+    plot.draw_point(panel, [np.array([2, 4])], [np.array([5])], np.mean)
+    bars = [x.get_segments()[0].tolist() for x in panel.collections]
+    assert sorted(bars) == [[[1, 5], [9, 5]], [[3, 1], [3, 9]]]
+
+
+def test_a_table_has_the_means_of_all_seeds(capsys):
+    study = made_up({("eaude", "Asterix"): [1.0, 2.0, 6.0]})
+    for run, frozen in zip(study["eaude", "Asterix"], (8.0, 6.0)):
+        run[plot.FROZEN] = np.array([1, 2]), np.array([frozen, frozen + 2])
+    plot.print_table("Study", study)
+    row = capsys.readouterr().out.strip().splitlines()[-1]
+    assert re.sub(r" \(.*?\)", "", row) == "| Asterix | eaude | 3 | 3.0 | 8.0 | 0.500 |"
 
 
 def test_games_of_the_studies_have_human_scores():

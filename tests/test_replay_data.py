@@ -8,6 +8,7 @@ import pytest
 from test_replay import play
 
 import eaudecql_atari as script
+import polyprune_cql_atari
 from eaudecql_atari import REPLAY_MEMBERS, Args, ReplayData
 
 PADDING = (np.zeros((84, 84), np.uint8), 0, 0.0, False)
@@ -166,9 +167,10 @@ def test_broken_files_get_one_message_that_names_them(tmp_path, capsys, monkeypa
     assert not list(runs.glob("*"))
 
 
-def test_without_a_data_set_both_ways_to_one_are_explained(capsys):
+@pytest.mark.parametrize("script", [script, polyprune_cql_atari], ids=["eaudecql", "polyprune_cql"])
+def test_without_a_data_set_both_ways_to_one_are_explained(script, capsys):
     with pytest.raises(SystemExit) as exit_info:
-        script.train(Args())
+        script.train(script.Args())
     assert exit_info.value.code == 2
     error = capsys.readouterr().err
     assert "play_policy.py writes with --record-dir" in error

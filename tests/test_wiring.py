@@ -123,7 +123,7 @@ ATARI = DQN | dict(env_id="Breakout", features=(2, 3, 4, 5))
 MINATAR = DQN | dict(env_id="Asterix", features=(2, 5))
 OFFLINE = ALL | dict(env_id="Breakout", total_timesteps=150, horizon=99, features=(2, 3, 4, 5), target_period=20)
 OFFLINE |= dict(
-    cql_alpha=0.3, kept_rows=KEPT_ROWS, files_in_memory=2, epoch_steps=30, eval_episodes=8, eval_epsilon=0.5
+    cql_alpha=0.3, kept_rows=KEPT_ROWS, files_in_memory=2, epoch_steps=40, eval_episodes=8, eval_epsilon=0.5
 )
 SCHEDULE = dict(pruning_power=2, pruning_start=0.1, pruning_end=0.95, pruning_period=14)
 MUJOCO = ONLINE | SCHEDULE | dict(env_id="Probe-v5", critic_features=(6,), actor_features=(5, 4), tau=0.2, utd=2)
@@ -152,7 +152,7 @@ class Call(NamedTuple):
 LEARN, PRUNE = ("learn", "learn_many"), ("prune", "prune_copies", "prune_critics", "prune_critic_copies", "prune_actor")
 ACT, EVALUATE = ("behaviour_actions", "greedy_actions", "policy_actions"), ("evaluate", "evaluate_actor")
 OTHERS = "init_agent", "select_population", "magnitude_masks", "next_sparsity", "polynomial_sparsity", "read_rows"
-OTHERS += "write_npz", "make_env", "network_probabilities"
+OTHERS += "write_npz", "make_env", "network_probabilities", "checked_losses", "load_file"
 MEMORIES = "ReplayMemory", "GridMemory", "TransitionMemory", "ReplayData"
 
 
@@ -187,6 +187,8 @@ class Seen:
             monkeypatch.setattr(script, "make_env", make_env, raising=False)
             if hasattr(script, "MinAtarEnv"):
                 monkeypatch.setattr(script, "MinAtarEnv", lambda env_id, horizon: script.make_env(env_id, 1, horizon))
+        if hasattr(script, "checked_losses"):
+            monkeypatch.setattr(script, "checked_losses", suspicious(script.checked_losses))
         for function in (*OTHERS, *EVALUATE, *ACT, *PRUNE, "learn_many" if self.offline else "learn"):
             if hasattr(script, function):
                 self.spy(monkeypatch, function)
@@ -233,6 +235,19 @@ class Seen:
     def periods(self, *names):
         """Steps from one call of a function to its next one."""
         return {int(x) for name in names for x in np.diff(sorted({call.step for call in self.of(name)})) if x}
+
+
+def suspicious(checked_losses):
+    """At every second call it finds that the network of the lowest loss has diverged."""
+    numbers = itertools.count()
+
+    def call(state, step):
+        losses = np.array(checked_losses(state, step))
+        if next(numbers) % 2:
+            losses[losses.argmin()] = np.inf
+        return losses
+
+    return call
 
 
 def host(x):
@@ -286,6 +301,8 @@ def share_of_random_actions(seen):
 def epsilon(seen):
     """Of the curve: its end, and where it is reached. And as many actions are greedy."""
     steps, values = np.array(seen.curves["charts/epsilon"]).T
+    line = np.interp(steps, (0, steps[values == values[-1]][0]), (1, values[-1]))
+    np.testing.assert_allclose(values, line, rtol=1e-5)
     expected, n_greedy = 1 - values, len(seen.of("behaviour_actions", "greedy_actions"))
     assert abs(n_greedy - expected.sum()) < 3 * np.sqrt((expected * values).sum())
     return round(float(values[-1]), 6), int(steps[values == values[-1]][0])
@@ -356,6 +373,7 @@ def test_every_flag_reaches_what_it_names(seen):
     assert {name: WHERE[name](seen) for name in flags} == {name: {value} for name, value in flags.items()}
     assert seen.resumed == [(copy, dataclasses.replace(seen.args, resume=copy)) for copy, _ in seen.resumed]
     assert len(seen.resumed) == 4
+    assert len(seen.seeds) == 1  # one generator for all: a second one would draw the same again
 
 
 # ---- What is learned, saved and evaluated ----------------------------------------------------------------------------
@@ -368,7 +386,7 @@ def walk(seen):
     for call in seen.calls:
         after_update = call.name in (*PRUNE, *EVALUATE, "write_npz") or (seen.offline and call.name in ACT)
         while call.step > next_update or (call.step == next_update and after_update):
-            state, next_update = update_target(seen, state), next_update + period
+            state, next_update = update_target(seen, state, next_update), next_update + period
         yield call, state
         if call.name in LEARN:
             state, _ = call.result
@@ -378,12 +396,18 @@ def walk(seen):
                 state = state._replace(cumulated_losses=0 * state.cumulated_losses)
 
 
-def update_target(seen, state):
+def compared_losses(seen, state, step):
+    """What a tournament is decided by: on MuJoCo `learn` itself sees to networks that have diverged."""
+    checked = (call.result for call in seen.of("checked_losses") if call.step == step)
+    return state.cumulated_losses if seen.mujoco else next(checked)
+
+
+def update_target(seen, state, step):
     """Alg. 1, l. 13, if a gradient step came before."""
+    if seen.population and not state.cumulated_losses.any():
+        return state
     if seen.population:
-        best = state.cumulated_losses.argmin()
-        new = at(state.params, best)
-        return state._replace(target_params=new) if state.cumulated_losses.any() else state
+        return state._replace(target_params=at(state.params, compared_losses(seen, state, step).argmin()))
     fresh = {"cumulated_loss": 0 * state.cumulated_loss} if hasattr(state, "cumulated_loss") else {}
     return state._replace(target_params=state.params, **fresh)
 
@@ -409,7 +433,10 @@ def test_each_call_is_given_the_state_of_the_algorithm(seen):
             tournaments = [x for x in seen.of("select_population") if x.step == call.step]
             np.testing.assert_array_equal(given["parents"], np.squeeze([x.result for x in tournaments]))
             losses = np.squeeze([x.inputs["losses"] for x in tournaments])
-            np.testing.assert_array_equal(losses, state.cumulated_losses)
+            np.testing.assert_array_equal(losses, compared_losses(seen, state, call.step))
+        if call.name == "checked_losses":
+            assert_trees_equal(given["state"], state)
+            assert np.isin(call.result, [*state.cumulated_losses, np.inf]).all()
         if call.name == "next_sparsity":
             period = seen.args.pruning_period if seen.mujoco else seen.args.target_period
             assert (given["step"], given["next_step"]) == (call.step, call.step + period)
@@ -426,7 +453,7 @@ def test_networks_that_learn_act_and_the_agent_is_evaluated(seen):
             plays = state.actor_params if seen.mujoco else state.target_params if seen.offline else state.params
             assert_trees_equal(call.inputs["params"], plays)
         n_evaluations += call.name in EVALUATE
-    assert n_evaluations == (5 if seen.offline or seen.mujoco else 0)
+    assert n_evaluations == (3 if seen.offline else 5 if seen.mujoco else 0)
 
 
 def test_what_is_saved_is_the_agent(seen):
@@ -447,7 +474,8 @@ def test_what_is_saved_is_the_agent(seen):
     for name, network in policy.items():
         kernels = [x for x in jax.tree.leaves(network) if x.ndim > 1]
         assert about["sparsity"][name] == pytest.approx(np.mean(np.concatenate([x.ravel() for x in kernels]) == 0))
-        assert about["layers"][name].keys() == network["params"].keys()
+        dense = {layer: {"kind": "dense"} for layer in network["params"]}
+        assert about["layers"][name] == (dense if seen.mujoco else seen.script.QNetwork.layers)
 
     # A run in which another network is the same would prove nothing.
     first = seen.of("init_agent")[0].result
@@ -472,10 +500,10 @@ def expected_curves(seen):
     """Of the networks: (step, tag, value) or, if each network has a curve, (step, tag, values)."""
     for call, state in walk(seen):
         if "parents" in call.inputs and not seen.mujoco:
-            best = state.cumulated_losses.argmin()
-            yield call.step, "sparsity/target", state.sparsities[best]
+            losses = compared_losses(seen, state, call.step)
+            yield call.step, "sparsity/target", state.sparsities[losses.argmin()]
             yield call.step, "sparsity/network", state.sparsities
-            yield call.step, "losses/cumulated", state.cumulated_losses
+            yield call.step, "losses/cumulated", losses
             yield call.step, "population/parent", call.inputs["parents"]
             yield call.step, "population/distinct", n_distinct(call.result.params)
         elif "parents" in call.inputs:
@@ -519,7 +547,7 @@ def test_curves_show_the_networks(seen):
 # ---- What comes from the world ---------------------------------------------------------------------------------------
 def files_by_epoch(seen):
     """The numbers of the files that the batches of each epoch came from."""
-    epochs = [set() for _ in range(seen.args.total_timesteps // seen.args.epoch_steps)]
+    epochs = [set() for _ in range(0, seen.args.total_timesteps, seen.args.epoch_steps)]  # of the last one a part
     for step, batch in batches(seen):
         epochs[(step - 1) // seen.args.epoch_steps] |= {number_of(frames[3]) // 100 for frames in batch.frames}
     return epochs
@@ -564,8 +592,8 @@ def test_what_is_learned_from_is_what_happened(seen):
             assert after == expected_after or (batch.terminals[i] and not seen.mujoco)
             if not seen.offline:  # the last ones; the newest is still in flight
                 assert step - 1 - seen.args.buffer_size <= index < step - 1
-    (_, first), (_, second), *_ = batches(seen)
-    assert differs(first, second)  # within one step, too, if --utd is 2
+    for (_, first), (_, second) in itertools.pairwise(batches(seen)):
+        assert differs(first, second)  # within one step, too, if --utd is 2
 
 
 def test_returns_are_those_of_the_game(seen):
@@ -580,7 +608,8 @@ def test_returns_are_those_of_the_game(seen):
         assert seen.curves["charts/episodic_length"] == lengths
         assert seen.curves["charts/episodic_return"] == [(end, scores[length]) for end, length in lengths]
         seeds = seen.of("make_env")[0].result.unwrapped.seeds if seen.mujoco else seen.envs[0].seeds
-        assert len(set(seeds)) == len(seeds) == len(lengths) + 1  # each episode has its own
+        assert len(seeds) == len(lengths) + 1  # each episode has its own
+        assert np.diff(sorted(seeds)).min() > 1_000  # drawn, not counted: else all runs would play the same games
     if seen.offline or seen.mujoco:
         steps = sorted({call.step for call in seen.of(*EVALUATE)})
         score = 5 * (PAYS[0] + 2) if seen.mujoco else 9.5 + 7 * 3.5  # the mean of environments that pay 1 more each
@@ -593,6 +622,7 @@ def test_returns_are_those_of_the_game(seen):
 def test_each_epoch_has_other_files(seen):
     if seen.offline:
         assert all(not files & others for files, others in itertools.pairwise(files_by_epoch(seen)))
+        assert seen.given("load_file", "n_actions") == {N_ACTIONS}  # others are of another game
 
 
 def test_what_is_played_is_what_was_chosen_for_what_was_seen(seen):
@@ -616,8 +646,12 @@ def test_calls_of_many_updates_end_where_something_is_due(seen):
 
 
 def test_what_falls_on_one_step_comes_in_order(seen):
-    """Learning, pruning, evaluation, what is saved: `walk` sees where the target update is."""
-    order = {name: i for i, names in enumerate([LEARN, PRUNE, EVALUATE, ["write_npz"]]) for name in names}
-    for _, calls in itertools.groupby(seen.calls, key=lambda call: call.step):
+    """Acting, so that the action does not wait for the update; learning, pruning, evaluation, what is saved. `walk`
+    sees where the target update is."""
+    kinds = [() if seen.offline else ACT, LEARN, PRUNE, EVALUATE, ["write_npz"]]
+    order = {name: i for i, names in enumerate(kinds) for name in names}
+    evaluations = [call for call in seen.of("policy_actions") if np.ndim(call.inputs["observations"]) == 2]
+    in_training = [call for call in seen.calls if not any(call is x for x in evaluations)]
+    for _, calls in itertools.groupby(in_training, key=lambda call: call.step):
         places = [order[call.name] for call in calls if call.name in order]
         assert places == sorted(places)
