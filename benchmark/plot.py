@@ -270,9 +270,11 @@ def chance_sparsity(
 
 
 def with_interval(scores: Sequence[np.ndarray], statistic: Callable, digits: int) -> str:
-    """Of seeds, a row for each task. A single seed has no interval, nor have equal ones."""
+    """Of seeds, a row for each task. A single seed has no interval, nor has a mean over tasks of which one has a single
+    seed, as it would leave out how much that one varies; nor have equal ones."""
     low, high = bootstrap_interval(scores, statistic)
-    interval = f" ({low:,.{digits}f} to {high:,.{digits}f})" if low < high else ""
+    varies = low < high and min(map(len, scores)) > 1
+    interval = f" ({low:,.{digits}f} to {high:,.{digits}f})" if varies else ""
     return f"{statistic(np.concatenate(scores)):,.{digits}f}{interval}"
 
 
