@@ -77,7 +77,10 @@ def test_returns_are_normalised_by_human_scores_or_by_the_dense_network():
 def test_an_iqm_is_that_of_all_runs_and_not_of_means_of_tasks(capsys):
     study = made_up({("eaude", "Ant"): [0.0], ("eaude", "Hopper"): [1.0, 1.0, 7.0], ("dense", "Ant"): [5.0]})
     plot.print_iqms(study, {"eaude": (plot.EAUDE, "EauDeSAC")}, "SAC")
-    assert "| EauDeSAC | 1.00 (" in capsys.readouterr().out  # of 0, 1, 1 and 7; the means of the tasks are 0 and 3
+    # Of 0, 1, 1 and 7; the means of the tasks are 0 and 3. What a single seed says of a task has no interval.
+    assert "| EauDeSAC | 1.00 | 0.50 | 4 |" in capsys.readouterr().out
+    plot.print_iqms({**study, ("eaude", "Ant"): 2 * study["eaude", "Ant"]}, {"eaude": (plot.EAUDE, "EauDeSAC")}, "SAC")
+    assert "| EauDeSAC | 0.67 (" in capsys.readouterr().out
     _, axes = plot.new_figure(1, 1, 3, 3)
     plot.draw_iqm(axes[0, 0], [study["eaude", "Ant"], study["eaude", "Hopper"]], "eval/episodic_return", plot.EAUDE)
     assert axes[0, 0].lines[0].get_ydata().tolist() == [1]
