@@ -188,7 +188,7 @@ def test_an_oracle_gets_the_last_sparsity_of_the_same_task_and_seed(tmp_path):
         assert {f"{env} {seed}": sparsity for env, seed, sparsity in found} == expected
 
 
-def test_what_is_not_finished_is_tried_again_failed_runs_too(tmp_path, monkeypatch):
+def test_what_is_not_finished_is_tried_again_failed_runs_too(tmp_path, monkeypatch, capsys):
     folder = write_study(tmp_path / "study", STUDY.replace("[1, 2]", "[1, 2, 3, 4, 5, 6]"))
     names = [run.folder.name for run in sweep.load_study(folder / "tiny.toml", folder) if "dense" in run.folder.name]
     done, failed, killed, stopped, running, _ = [folder / "tiny" / name for name in names]  # nothing of the last
@@ -210,6 +210,10 @@ def test_what_is_not_finished_is_tried_again_failed_runs_too(tmp_path, monkeypat
         sweep.main(sweep.Args(folder / "tiny.toml", only=("*__dense__*",), runs_dir=folder))
     assert states == ["done", "failed", "interrupted", "interrupted", "running", "missing"]
     assert waiting == [failed, killed, stopped, folder / "tiny" / names[-1]]
+    (failed / "command").write_text("polyprune_sac_mujoco.py --env-id InvertedPendulum --seed 2")
+    with pytest.raises(SystemExit):  # begun with other flags
+        sweep.main(sweep.Args(folder / "tiny.toml", only=("*__dense__2",), runs_dir=folder))
+    assert f"{failed.name} was started with other flags\n  then: " in capsys.readouterr().err
 
 
 def test_a_checkpoint_is_gone_on_with_and_a_run_without_one_starts_again(tmp_path, monkeypatch):
@@ -266,6 +270,7 @@ def test_runs_at_a_time_have_cores_of_their_own(tmp_path, monkeypatch):
     monkeypatch.setattr(sweep.time, "sleep", lambda _: None)
     sweep.run_here(sweep.load_study(write_study(tmp_path / "study") / "tiny.toml", tmp_path), 2)
     assert len(started) == 4  # the oracles wait for what has not ended well
+    assert [path.read_text() for path in tmp_path.glob("tiny/*/exit_code")] == ["0"] * 4
 
 
 def test_a_dry_run_shows_every_command_and_does_nothing(tmp_path):

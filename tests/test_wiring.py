@@ -304,6 +304,7 @@ def epsilon(seen):
     line = np.interp(steps, (0, steps[values == values[-1]][0]), (1, values[-1]))
     np.testing.assert_allclose(values, line, rtol=1e-5)
     expected, n_greedy = 1 - values, len(seen.of("behaviour_actions", "greedy_actions"))
+    assert seen.of("behaviour_actions", "greedy_actions")[0].step < seen.args.learning_starts
     assert abs(n_greedy - expected.sum()) < 3 * np.sqrt((expected * values).sum())
     return round(float(values[-1]), 6), int(steps[values == values[-1]][0])
 
