@@ -557,8 +557,8 @@ def main(args: Args) -> None:
             (polyprune_dqn_atari, f"{online} 2200", 4, one),
             (eaudecql_atari, f"{offline} 300 --epoch-steps 300", 1, 0),
             (polyprune_cql_atari, f"{offline} 800 --epoch-steps 800", 1, 0),
-            (eaudedqn_minatar, f"{grids} 6000 --target-period 6000", 2, grid_of_5),
-            (polyprune_dqn_minatar, f"{grids} 15000 --final-sparsity 0 --pruning-period 15000", 2, grid),
+            (eaudedqn_minatar, f"{grids} 6000 --target-period 7000", 2, grid_of_5),
+            (polyprune_dqn_minatar, f"{grids} 15000 --target-period 16000 --pruning-period 16000", 2, grid),
             (eaudesac_mujoco, sac, 1, learned),
             (polyprune_sac_mujoco, dense_sac, 1, learned),
         ]
