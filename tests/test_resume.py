@@ -450,7 +450,9 @@ def test_a_signal_in_the_last_step_changes_nothing(tmp_path, monkeypatch, capsys
     script = polyprune_dqn_atari
     stop_after(400, script, monkeypatch)
     script.train(script.Args(runs_dir=tmp_path, **PONG))
-    assert "Finished after 400 steps" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "Finished after 400 steps" in output
+    assert "Stopping" not in output
 
 
 def test_the_end_is_in_the_log_before_the_checkpoint_is_deleted(run, tmp_path, monkeypatch):
