@@ -226,7 +226,7 @@ def count_weights(network: dict) -> tuple[int, int]:
 
 
 class PlanarLayer(NamedTuple):
-    """What comes in and goes out is a vector, or an image one channel after the other."""
+    """What comes in and goes out is a vector, or an image one channel after the other, if nothing else is said."""
 
     name: str
     kernel: np.ndarray  # (size, size, n_inputs, n_outputs) of a convolution, or (n_inputs, n_outputs)
@@ -237,6 +237,7 @@ class PlanarLayer(NamedTuple):
     n_pixels_out: int = 1  # and goes out
     start: int = 0  # pixels of padding before the image
     width: int = 0  # of the padded image, in blocks of stride x stride pixels
+    by_cell: bool = False  # of MinAtar's observation, as most are 0; what goes out is (row, column, channel)
 
     @property
     def n_planes(self) -> int:
@@ -249,13 +250,14 @@ class PlanarLayer(NamedTuple):
         return self.width * (self.n_pixels_out - 1) + self.n_pixels_out
 
 
-def planar_layers(network: dict, drop_idle: bool = True) -> list[PlanarLayer]:
+def planar_layers(network: dict, drop_idle: bool = True, by_cell: bool = True) -> list[PlanarLayer]:
     """Of the network that plays, without the hidden units that nobody sees. Atari's pixels come as 0 to 255."""
     params, world, names, layers = network["params"], network["world"], layer_names(network["layers"]), []
     if world == "mujoco":
         names.pop()  # an actor ends with two heads: the mean, and the logarithm of the standard deviation
     params = drop_idle_units(params, names) if drop_idle else params
     n_pixels, n_channels = {"atari": FRAME[0], "minatar": GRID, "mujoco": 0}[world], 0
+    by_cell = by_cell and world == "minatar" and params[names[1]]["kernel"].ndim == 2
     for name in names:
         kernel, bias = (params[name][x].astype(np.float32) for x in ("kernel", "bias"))
         if kernel.ndim == 4:
@@ -266,10 +268,11 @@ def planar_layers(network: dict, drop_idle: bool = True) -> list[PlanarLayer]:
             n_outputs = count_outputs(n_pixels, size, stride, padding)
             missing = max((n_outputs - 1) * stride + size - n_pixels, 0)  # 0 if the padding is VALID
             width = n_outputs + -(-size // stride) - 1
-            layers.append(PlanarLayer(name, kernel, bias, stride, padding, n_pixels, n_outputs, missing // 2, width))
+            sizes = n_pixels, n_outputs, missing // 2, width
+            layers.append(PlanarLayer(name, kernel, bias, stride, padding, *sizes, by_cell and stride == 1))
             n_pixels = n_outputs
         else:
-            if n_pixels:  # JAX flattens an image as (row, column, channel)
+            if n_pixels and not layers[-1].by_cell:  # JAX flattens an image as (row, column, channel)
                 kernel = kernel.reshape(n_pixels**2, n_channels, -1).swapaxes(0, 1).reshape(len(kernel), -1)
             layers.append(PlanarLayer(name, kernel, bias))
             n_pixels = 0
@@ -370,6 +373,33 @@ static void $layer(float *x, float *y) {
         *y++ = value < 0 ? 0 : value;
       }
   }
+}
+""")
+
+CELLS = Template("""\
+/* By cell, as most are 0 and can be skipped. Any other is seen by $size x $size places of the outputs. */
+static void $layer(const uint8_t *x, float *y) {
+  int i, k;
+  for (i = 0; i < $area; i++)
+    for (k = 0; k < $n_outputs; k++) y[i * $n_outputs + k] = ${layer}_bias[k];
+  for (int row = 0; row < $n_pixels; row++)
+    for (int column = 0; column < $n_pixels; column++)
+      for (int channel = 0; channel < $n_channels; channel++) {
+        const float cell = *x++;
+        if (cell == 0) continue;
+        for (int down = 0; down < $size; down++) {
+          const int to_row = row$shift - down;
+          if (to_row < 0 || to_row >= $n_pixels_out) continue;
+          for (int right = 0; right < $size; right++) {
+            const int to_column = column$shift - right, piece = (channel * $size + down) * $size + right;
+            if (to_column < 0 || to_column >= $n_pixels_out) continue;
+            float *sum = y + (to_row * $n_pixels_out + to_column) * $n_outputs;
+            for (k = $first; k < $last; k++) sum[$output] += cell * ${layer}_weights[$weight];
+          }
+        }
+      }
+  for (i = 0; i < $area * $n_outputs; i++)
+    if (y[i] < 0) y[i] = 0;
 }
 """)
 
@@ -483,8 +513,19 @@ def convolution_arrays(layer: PlanarLayer, sparse: bool) -> dict[str, np.ndarray
     return {"bias": layer.bias, "starts": starts, "pieces": smallest(pieces[places]), "weights": table[table != 0]}
 
 
+def cell_arrays(layer: PlanarLayer, sparse: bool) -> dict[str, np.ndarray]:
+    """The same of a convolution by cell. A row of the table is what a cell adds to the outputs at one place."""
+    table = layer.kernel.transpose(2, 0, 1, 3).reshape(-1, layer.kernel.shape[-1])
+    if not sparse:
+        return {"bias": layer.bias, "weights": table.ravel()}
+    rows, outputs = np.nonzero(table)
+    starts = smallest(np.searchsorted(rows, np.arange(len(table) + 1)))  # where the weights of a row start
+    return {"bias": layer.bias, "starts": starts, "outputs": smallest(outputs), "weights": table[table != 0]}
+
+
 def arrays_of(layer: PlanarLayer, sparse: bool) -> dict[str, np.ndarray]:
-    return (convolution_arrays if layer.stride else dense_arrays)(layer, sparse)
+    arrays = cell_arrays if layer.by_cell else convolution_arrays if layer.stride else dense_arrays
+    return arrays(layer, sparse)
 
 
 def best_arrays(layer: PlanarLayer) -> tuple[bool, dict[str, np.ndarray]]:
@@ -520,11 +561,32 @@ def constants_text(name: str, layer: PlanarLayer, what: str, sparse: bool, array
     return comment + "".join(array_text(f"{name}_{key}", x) for key, x in arrays.items())
 
 
+def convolution_name(layer: PlanarLayer) -> str:
+    size, _, n_channels, n_outputs = layer.kernel.shape
+    what = f"convolution of {size} x {size} with stride {layer.stride}"
+    what += f" from {layer.n_pixels} x {layer.n_pixels} x {n_channels}"
+    return f"{what} to {layer.n_pixels_out} x {layer.n_pixels_out} x {n_outputs}"
+
+
+def cells_text(name: str, layer: PlanarLayer) -> str:
+    """Its constants and its function."""
+    sparse, arrays = best_arrays(layer)
+    size, _, n_channels, n_outputs = layer.kernel.shape
+    words = layer._asdict() | {"layer": name, "size": size, "n_channels": n_channels, "n_outputs": n_outputs}
+    words |= {"area": layer.n_pixels_out**2, "shift": f" + {layer.start}" if layer.start else ""}
+    if sparse:
+        words |= {"first": f"{name}_starts[piece]", "last": f"{name}_starts[piece + 1]"}
+        words |= {"output": f"{name}_outputs[k]", "weight": "k"}
+    else:
+        words |= {"first": 0, "last": n_outputs, "output": "k", "weight": f"piece * {n_outputs} + k"}
+    return constants_text(name, layer, convolution_name(layer), sparse, arrays) + CELLS.substitute(words)
+
+
 def convolution_text(name: str, layer: PlanarLayer, world: str, is_first: bool) -> str:
     """Its constants and its two functions."""
     sparse, arrays = best_arrays(layer)
-    size, _, n_channels, n_outputs = layer.kernel.shape
-    n, n_out, width, start = layer.n_pixels, layer.n_pixels_out, layer.width, layer.start
+    n_channels, n_outputs = layer.kernel.shape[2:]
+    n, width, start = layer.n_pixels, layer.width, layer.start
     n_rows = min(n, width * layer.stride - start)  # VALID can leave some pixels over
     first = f"{name}_starts[output]" if sparse else f"output * {len(arrays['pieces'])}"
     words = layer._asdict() | {
@@ -547,10 +609,9 @@ def convolution_text(name: str, layer: PlanarLayer, world: str, is_first: bool) 
     if world == "minatar" and is_first:
         words["pixel"] = f"(row * {n} + column) * {n_channels} + channel"
     words["zeros"] = ZEROS.substitute(words) if n_rows < width * layer.stride else ""
-    what = f"convolution of {size} x {size} with stride {layer.stride}"
-    what += f" from {n} x {n} x {n_channels} to {n_out} x {n_out} x {n_outputs}"
     cut = (PLANES if layer.stride == 1 else CUT).substitute(words)
-    return f"{cut}\n{constants_text(name, layer, what, sparse, arrays)}{CONVOLUTION.substitute(words)}"
+    constants = constants_text(name, layer, convolution_name(layer), sparse, arrays)
+    return f"{cut}\n{constants}{CONVOLUTION.substitute(words)}"
 
 
 def dense_text(name: str, layer: PlanarLayer, is_last: bool) -> str:
@@ -592,7 +653,7 @@ def calls_of(layers: list[PlanarLayer]) -> tuple[list[tuple[str, str, str]], dic
     """Each function, what it reads and what it writes; and how many numbers the two buffers hold, which take turns."""
     steps = []  # the functions, and how many numbers each writes
     for i, layer in enumerate(layers):
-        if layer.stride:
+        if layer.stride and not layer.by_cell:
             steps.append((f"layer_{i}_cut", layer.n_planes * layer.width**2 + layer.length))
         steps.append((f"layer_{i}", len(layer.bias) * layer.n_pixels_out**2))
     calls, buffers, source = [], {}, "observation"
@@ -638,7 +699,9 @@ def header_text(args: Args, about: dict, network: dict, layers: list[PlanarLayer
     )
     parts = [head] + [f"static float {name}_{buffer}[{size}];\n" for buffer, size in buffers.items()]
     for i, layer in enumerate(layers):
-        if layer.stride:
+        if layer.by_cell:
+            parts.append(cells_text(f"{name}_layer_{i}", layer))
+        elif layer.stride:
             parts.append(convolution_text(f"{name}_layer_{i}", layer, world, i == 0))
         else:
             parts.append(dense_text(f"{name}_layer_{i}", layer, i == len(layers) - 1))
@@ -665,11 +728,12 @@ def main_text(args: Args, network: dict, layers: list[PlanarLayer]) -> str:
 
 
 # ---- ONNX ------------------------------------------------------------------------------------------------------------
-def onnx_bytes(network: dict, layers: list[PlanarLayer]) -> bytes:
+def onnx_bytes(network: dict) -> bytes:
     """Takes a batch of observations as the environment gives them; out come `q_values`, or `action`, from -1 to 1."""
     import onnx.checker
     from onnx import TensorProto, helper, numpy_helper
 
+    layers = planar_layers(network, by_cell=False)
     words, nodes, tensors = words_of(layers, network["world"]), [], []
 
     def add(operator: str, *weights: str, **options) -> None:
@@ -722,7 +786,7 @@ def export_policy(args: Args) -> None:
     if args.main:
         contents[args.main] = main_text(args, network, layers).encode()
     if args.onnx:
-        contents[args.onnx] = onnx_bytes(network, layers)
+        contents[args.onnx] = onnx_bytes(network)
     for path, content in contents.items():
         write_whole(path, content)
         print(f"Written: {shlex.quote(str(path))}, {len(content):,} bytes")

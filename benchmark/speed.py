@@ -387,7 +387,7 @@ def exported_rows(repetitions: int) -> list[list]:
         atari, (network, unpruned, _) = script is eaudedqn_atari, random_network(script, sparsity, hidden)
         x = random_frames(1).frames[:, 1:].copy() if atari else np.random.default_rng(0).random((1, 17), np.float32)
         layers = [play_policy.make_layers(network, sparse) for sparse in (True, False)]
-        model = export_policy.onnx_bytes(network, export_policy.planar_layers(network))
+        model = export_policy.onnx_bytes(network)
         session = onnxruntime.InferenceSession(model, options)
         with tempfile.TemporaryDirectory() as folder:
             functions = {"c": compile_policy(Path(folder), network, x)}

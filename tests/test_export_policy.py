@@ -208,6 +208,24 @@ def test_convolutions_of_any_size_stride_and_padding_are_right(size, stride, pad
 
 
 @needs_a_compiler
+@pytest.mark.parametrize(
+    ("size", "stride", "padding"), [(3, 1, "SAME"), (4, 1, "SAME"), (5, 1, "VALID"), (3, 2, "VALID")]
+)
+def test_grids_may_be_convolved_in_other_ways_than_the_published_one(size, stride, padding, tmp_path):
+    one = play_policy.count_outputs(10, size, stride, padding)  # pixels of a side after one convolution, and after two
+    two = play_policy.count_outputs(one, size, stride, padding)
+    kernels = (size, size, 6, 5), (size, size, 5, 2)
+    for sparsity, shapes in itertools.product((0, 0.9), ([kernels[0], (one**2 * 5, 3)], [*kernels, (two**2 * 2, 3)])):
+        strides = [stride] * (len(shapes) - 1)
+        network = random_network("minatar", sparsity, shapes, strides, padding)
+        export_c(policy_of(tmp_path / "policy.npz", network))
+        observations = observations_of(network)
+        observations[0] *= np.arange(1, 101, dtype=np.uint8).reshape(10, 10, 1)  # cells of other values than 0 and 1
+        found = outputs_of(compile_c(tmp_path, *SANITIZERS), observations)
+        assert_close(found, expected_of(network, observations))
+
+
+@needs_a_compiler
 def test_two_policies_live_in_one_program_and_may_have_the_name_of_a_keyword(tmp_path):
     networks = {"int": SMALL["minatar"](0.8), "Int": SMALL["mujoco"](0.5)}
     for name, network in networks.items():
