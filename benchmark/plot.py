@@ -41,6 +41,7 @@ COLUMNS = "study", "variant", "env", "seed", "tag", "step", "value"
 # and marker are its own, too. Variants of an algorithm are lighter or darker, or have another line.
 DENSE, EAUDE = ("#000000", ":", "o"), ("#D55E00", "-", "D")
 POLYPRUNE, ORACLE = ("#0072B2", "--", "s"), ("#009E73", "-.", "^")
+OTHERS = "#CC79A7", "-", "v"  # other people's agents
 LIGHT_EAUDE, DARK_EAUDE = "#F2A66B", "#7F3800"
 LIGHT_POLYPRUNE, DARK_POLYPRUNE = "#7FB8DC", "#00395A"
 CROWN = [(-1, -0.7), (1, -0.7), (1.2, 0.9), (0.5, 0), (0, 1.1), (-0.5, 0), (-1.2, 0.9), (-1, -0.7)]  # of a target
@@ -391,6 +392,26 @@ def draw_front(panel, study: Study, env: str, families: dict) -> None:
         for sparsities, returns in points:
             draw_point(panel, [sparsities], [returns], np.mean, color=style[0])
     set_labels(panel, "final sparsity", "final return", env)
+
+
+# ---- Figures: dense agents -------------------------------------------------------------------------------------------
+def draw_baselines():
+    """Our dense agents beside those of other libraries with the same settings and as many seeds, a panel for each task."""
+    theirs = load_study("baselines")
+    figure, (panels,) = new_figure(1, len(theirs), 9, 3.4)
+    print("\n| task | agent | seeds | final return |", "|---|---|---|---|", sep="\n")
+    for panel, ((variant, env), runs) in zip(panels, theirs.items()):
+        name, study, tag = LIBRARIES[variant]
+        ours = load_study(study, seeds=range(1, len(runs) + 1))["dense", env]
+        for label, style, seeds in (("ours", DENSE, ours), (name, OTHERS, runs)):
+            returns = np.array([final_return(run) for run in seeds])
+            interval = with_interval([returns], np.mean, 0 if returns.mean() > 100 else 1)
+            print(f"| {env} | {label} | {len(seeds)} | {interval} |")
+            draw_curves(panel, seeds, tag, style, "ours" if style is DENSE else "theirs")
+        set_labels(panel, "steps", AXES[tag], f"{env}, {name}")
+    print()
+    draw_legend(figure, 2)
+    return figure
 
 
 # ---- Figures: MinAtar ------------------------------------------------------------------------------------------------
@@ -909,7 +930,12 @@ KUNG_FU_MASTER = {
     "polyprune_erk": ALGORITHMS["polyprune"],
     "polyprune": ((LIGHT_POLYPRUNE, "--"), "PolyPrune{}, 0.95, uniform"),
 }
+LIBRARIES = {  # their name, the study in which our dense agent has the same settings, and the curve
+    "sb3": ("Stable-Baselines3", "minatar", RETURNS[1]),
+    "sbx": ("SBX", "small_mujoco", RETURNS[0]),
+}
 FIGURES = {
+    "baselines": draw_baselines,
     "minatar": lambda: draw_minatar("minatar", "MinAtar, 500,000 steps, 128 hidden units"),
     "minatar_sparsity": draw_minatar_sparsity,
     "minatar_ladder": draw_minatar_ladder,

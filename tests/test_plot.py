@@ -270,7 +270,7 @@ def test_chance_is_the_rule_of_the_scripts_without_a_selection():
     ("flags", "message"),
     [
         ({"folder": Path("no/such/folder")}, "error: there is no finished run of a sweep in no/such/folder\n"),
-        ({"only": "nothing"}, "error: --only takes one of minatar, minatar_sparsity, "),
+        ({"only": "nothing"}, "error: --only takes one of baselines, minatar, minatar_sparsity, "),
     ],
 )
 def test_a_mistake_gets_one_line_and_exit_code_2(flags, message, capsys, results):
@@ -284,6 +284,7 @@ def test_a_mistake_gets_one_line_and_exit_code_2(flags, message, capsys, results
 
 # ---- Figures ----
 PAPER = {
+    "baselines": ("Breakout", "sb3"),
     "atari": ("Pong Boxing", "dense_small eaude_small polyprune_small dense_large eaude_large polyprune_large"),
     "atari_lengths": ("Pong", "dense_short eaude_short polyprune_short"),
     "atari_offline": ("Pong", "dense_small eaude_small polyprune_small"),
@@ -330,6 +331,7 @@ def test_all_figures_of_finished_studies_are_drawn(quick, capsys):
     names = [path.stem for path in (ROOT / "benchmark" / "studies").glob("*.toml")]
     for name in [x for x in names if x.startswith(("minatar", "small")) or x in PAPER]:
         write_study(quick, name)
+    write_study(quick, "baselines")
     plot.main(plot.Args())
     assert {path.stem for path in quick.glob("*.png")} == set(plot.FIGURES) - {"population"}
     assert "is not drawn" not in capsys.readouterr().out.replace("population is not drawn", "")
@@ -358,6 +360,16 @@ def test_figures_of_minatar_show_what_the_files_have(quick, capsys):
     assert widths[1] == [100, mean, 85, mean, mean, mean]
     figure = plot.FIGURES["minatar_tournaments"]()
     assert [panel.get_title() for panel in figure.axes] == ["erk", "global", "uniform"]
+
+
+def test_dense_agents_are_held_against_as_many_seeds_of_other_libraries(quick, capsys):
+    write_study(quick, "minatar")
+    write_study(quick, "baselines", without=[("Breakout", "sb3", 3)])
+    (panel,) = plot.FIGURES["baselines"]().axes
+    assert ends(panel) == pytest.approx([100, 85])
+    assert panel.get_title() == "Breakout, Stable-Baselines3"
+    output = capsys.readouterr().out
+    assert "| Breakout | ours | 2 | 100.0 |\n| Breakout | Stable-Baselines3 | 2 | 85.0 (80.0 to 90.0) |" in output
 
 
 def test_seeds_that_others_do_not_have_are_not_compared(quick, capsys):
