@@ -396,7 +396,7 @@ def draw_front(panel, study: Study, env: str, families: dict) -> None:
 
 # ---- Figures: dense agents -------------------------------------------------------------------------------------------
 def draw_baselines():
-    """Our dense agents beside those of other libraries with the same settings and as many seeds, a panel for each task."""
+    """Our dense agents beside those of other libraries, same settings and as many seeds: a panel for each task."""
     theirs = load_study("baselines")
     figure, (panels,) = new_figure(1, len(theirs), 9, 3.4)
     print("\n| task | agent | seeds | final return |", "|---|---|---|---|", sep="\n")
