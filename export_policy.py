@@ -103,10 +103,11 @@ def check_output(path: Path) -> None:
 
 def write_whole(path: Path, content: bytes) -> None:
     """There as a whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    target = path.resolve()  # behind a link
+    temporary = target.with_name(f".{os.getpid()}.tmp")
     try:
         temporary.write_bytes(content)
-        temporary.replace(path)
+        temporary.replace(target)
     except OSError as error:  # a full disk
         fail(f"cannot write {path}: {error.strerror}")
     finally:
@@ -226,7 +227,7 @@ def count_weights(network: dict) -> tuple[int, int]:
 
 
 class PlanarLayer(NamedTuple):
-    """What comes in and goes out is a vector, or an image one channel after the other, if nothing else is said."""
+    """What comes in and goes out is a vector, or an image: one channel after the other, but for a layer `by_cell`."""
 
     name: str
     kernel: np.ndarray  # (size, size, n_inputs, n_outputs) of a convolution, or (n_inputs, n_outputs)
@@ -237,7 +238,9 @@ class PlanarLayer(NamedTuple):
     n_pixels_out: int = 1  # and goes out
     start: int = 0  # pixels of padding before the image
     width: int = 0  # of the padded image, in blocks of stride x stride pixels
-    by_cell: bool = False  # of MinAtar's observation, as most are 0; what goes out is (row, column, channel)
+    by_cell: bool = (
+        False  # skips the cells of MinAtar's observation that are 0; what goes out is (row, column, channel)
+    )
 
     @property
     def n_planes(self) -> int:
@@ -250,14 +253,15 @@ class PlanarLayer(NamedTuple):
         return self.width * (self.n_pixels_out - 1) + self.n_pixels_out
 
 
-def planar_layers(network: dict, drop_idle: bool = True, by_cell: bool = True) -> list[PlanarLayer]:
+def planar_layers(network: dict, drop_idle: bool = True, allow_by_cell: bool = True) -> list[PlanarLayer]:
     """Of the network that plays, without the hidden units that nobody sees. Atari's pixels come as 0 to 255."""
     params, world, names, layers = network["params"], network["world"], layer_names(network["layers"]), []
     if world == "mujoco":
         names.pop()  # an actor ends with two heads: the mean, and the logarithm of the standard deviation
     params = drop_idle_units(params, names) if drop_idle else params
     n_pixels, n_channels = {"atari": FRAME[0], "minatar": GRID, "mujoco": 0}[world], 0
-    by_cell = by_cell and world == "minatar" and params[names[1]]["kernel"].ndim == 2
+    # Only before a dense layer: a second convolution expects one channel after the other.
+    by_cell = allow_by_cell and world == "minatar" and params[names[1]]["kernel"].ndim == 2
     for name in names:
         kernel, bias = (params[name][x].astype(np.float32) for x in ("kernel", "bias"))
         if kernel.ndim == 4:
@@ -268,11 +272,11 @@ def planar_layers(network: dict, drop_idle: bool = True, by_cell: bool = True) -
             n_outputs = count_outputs(n_pixels, size, stride, padding)
             missing = max((n_outputs - 1) * stride + size - n_pixels, 0)  # 0 if the padding is VALID
             width = n_outputs + -(-size // stride) - 1
-            sizes = n_pixels, n_outputs, missing // 2, width
-            layers.append(PlanarLayer(name, kernel, bias, stride, padding, *sizes, by_cell and stride == 1))
+            layer = PlanarLayer(name, kernel, bias, stride, padding, n_pixels, n_outputs, missing // 2, width)
+            layers.append(layer._replace(by_cell=by_cell and stride == 1))
             n_pixels = n_outputs
         else:
-            if n_pixels and not layers[-1].by_cell:  # JAX flattens an image as (row, column, channel)
+            if n_pixels and not layers[-1].by_cell:  # the kernel expects (row, column, channel), as JAX flattens it
                 kernel = kernel.reshape(n_pixels**2, n_channels, -1).swapaxes(0, 1).reshape(len(kernel), -1)
             layers.append(PlanarLayer(name, kernel, bias))
             n_pixels = 0
@@ -318,13 +322,11 @@ HEAD = Template("""\
 #ifndef ${name}_H_
 #define ${name}_H_
 
-$includes#include <stdint.h>
-#include <string.h>
-""")
+$includes""")
 
 # A weight of a convolution is multiplied with one piece of a plane: rows, one after the other, each with a few numbers
 # too many at its end, which nobody reads. The sum of a convolution lies behind the planes: where gcc 12 knew that they
-# do not overlap, -O3 interchanged the loops over weights and pixels, and it took 58 us in place of 4.
+# do not overlap, -O3 interchanged the loops over weights and pixels, and it took 14 times as long.
 PLANES = Template("""\
 /* One plane for each channel. A weight of the convolution is then multiplied with one piece of a plane, which is
    contiguous. */
@@ -377,24 +379,25 @@ static void $layer(float *x, float *y) {
 """)
 
 CELLS = Template("""\
-/* By cell, as most are 0 and can be skipped. Any other is seen by $size x $size places of the outputs. */
+/* Skips cells that are 0, as most are. Any other is added to the output pixels that see it, up to $size x $size. */
 static void $layer(const uint8_t *x, float *y) {
   int i, k;
   for (i = 0; i < $area; i++)
     for (k = 0; k < $n_outputs; k++) y[i * $n_outputs + k] = ${layer}_bias[k];
-  for (int row = 0; row < $n_pixels; row++)
-    for (int column = 0; column < $n_pixels; column++)
+  for (int row = $start; row < $n_pixels + $start; row++)
+    for (int column = $start; column < $n_pixels + $start; column++)
       for (int channel = 0; channel < $n_channels; channel++) {
-        const float cell = *x++;
+        const uint8_t cell = *x++;
         if (cell == 0) continue;
         for (int down = 0; down < $size; down++) {
-          const int to_row = row$shift - down;
+          const int to_row = row - down;
           if (to_row < 0 || to_row >= $n_pixels_out) continue;
           for (int right = 0; right < $size; right++) {
-            const int to_column = column$shift - right, piece = (channel * $size + down) * $size + right;
+            const int to_column = column - right;
             if (to_column < 0 || to_column >= $n_pixels_out) continue;
+            const float *weights = ${layer}_weights + ((channel * $size + down) * $size + right) * $n_outputs;
             float *sum = y + (to_row * $n_pixels_out + to_column) * $n_outputs;
-            for (k = $first; k < $last; k++) sum[$output] += cell * ${layer}_weights[$weight];
+            for (k = 0; k < $n_outputs; k++) sum[k] += (float)cell * weights[k];
           }
         }
       }
@@ -513,24 +516,15 @@ def convolution_arrays(layer: PlanarLayer, sparse: bool) -> dict[str, np.ndarray
     return {"bias": layer.bias, "starts": starts, "pieces": smallest(pieces[places]), "weights": table[table != 0]}
 
 
-def cell_arrays(layer: PlanarLayer, sparse: bool) -> dict[str, np.ndarray]:
-    """The same of a convolution by cell. A row of the table is what a cell adds to the outputs at one place."""
-    table = layer.kernel.transpose(2, 0, 1, 3).reshape(-1, layer.kernel.shape[-1])
-    if not sparse:
-        return {"bias": layer.bias, "weights": table.ravel()}
-    rows, outputs = np.nonzero(table)
-    starts = smallest(np.searchsorted(rows, np.arange(len(table) + 1)))  # where the weights of a row start
-    return {"bias": layer.bias, "starts": starts, "outputs": smallest(outputs), "weights": table[table != 0]}
-
-
 def arrays_of(layer: PlanarLayer, sparse: bool) -> dict[str, np.ndarray]:
-    arrays = cell_arrays if layer.by_cell else convolution_arrays if layer.stride else dense_arrays
-    return arrays(layer, sparse)
+    if layer.by_cell:  # all weights: their zeros are few bytes, and on a microcontroller lists of the others are slower
+        return {"bias": layer.bias, "weights": layer.kernel.transpose(2, 0, 1, 3).ravel()}
+    return (convolution_arrays if layer.stride else dense_arrays)(layer, sparse)
 
 
 def best_arrays(layer: PlanarLayer) -> tuple[bool, dict[str, np.ndarray]]:
-    """Whether it is written sparse, and how. It is where that is smaller: on a microcontroller that takes fewer
-    instructions, too; on a processor with wide vectors it can take more time (benchmark/README.md)."""
+    """Whether it is written sparse, and how. It is where that is smaller: on a microcontroller a large layer then takes
+    fewer instructions, too; on a processor with wide vectors it can take more time (benchmark/README.md)."""
     sparse, dense = arrays_of(layer, sparse=True), arrays_of(layer, sparse=False)
     smaller = count_bytes(sparse) < count_bytes(dense)
     return smaller, sparse if smaller else dense
@@ -556,7 +550,7 @@ def plain(text) -> str:
 
 def constants_text(name: str, layer: PlanarLayer, what: str, sparse: bool, arrays: dict[str, np.ndarray]) -> str:
     kept = f"{np.count_nonzero(layer.kernel):,} of {layer.kernel.size:,} weights are not zero"
-    note = "only they are written" if sparse else "all are written, which takes less room"
+    note = "only they are written" if sparse else "all are written"
     comment = f"/* {plain(layer.name)}: {what}.\n   {kept}: {note}. */\n"
     return comment + "".join(array_text(f"{name}_{key}", x) for key, x in arrays.items())
 
@@ -570,16 +564,10 @@ def convolution_name(layer: PlanarLayer) -> str:
 
 def cells_text(name: str, layer: PlanarLayer) -> str:
     """Its constants and its function."""
-    sparse, arrays = best_arrays(layer)
     size, _, n_channels, n_outputs = layer.kernel.shape
     words = layer._asdict() | {"layer": name, "size": size, "n_channels": n_channels, "n_outputs": n_outputs}
-    words |= {"area": layer.n_pixels_out**2, "shift": f" + {layer.start}" if layer.start else ""}
-    if sparse:
-        words |= {"first": f"{name}_starts[piece]", "last": f"{name}_starts[piece + 1]"}
-        words |= {"output": f"{name}_outputs[k]", "weight": "k"}
-    else:
-        words |= {"first": 0, "last": n_outputs, "output": "k", "weight": f"piece * {n_outputs} + k"}
-    return constants_text(name, layer, convolution_name(layer), sparse, arrays) + CELLS.substitute(words)
+    constants = constants_text(name, layer, convolution_name(layer), False, arrays_of(layer, sparse=False))
+    return constants + CELLS.substitute(words, area=layer.n_pixels_out**2)
 
 
 def convolution_text(name: str, layer: PlanarLayer, world: str, is_first: bool) -> str:
@@ -688,16 +676,7 @@ def header_text(args: Args, about: dict, network: dict, layers: list[PlanarLayer
     signature, (n_kept, n_all) = SIGNATURE.substitute(words), count_weights(network)
     actions = f" ({ACTIONS[env_id]})" if world == "minatar" and env_id in ACTIONS else ""
     words |= {key: f"{x:,}" for key, x in costs_of(layers).items()}
-    head = HEAD.substitute(
-        words,
-        title=plain(f"A policy for {env_id}, trained by {about['script']}.py for {about['step']:,} steps"),
-        signature=signature,
-        meaning=Template(MEANINGS[world]).substitute(n_channels=words["shape"][-1], actions=actions),
-        sparsity=f"{1 - n_kept / n_all:.3f}",
-        n_weights=f"{sum(network['params'][layer.name]['kernel'].size for layer in layers):,}",
-        includes="#include <math.h>\n" if world == "mujoco" else "",
-    )
-    parts = [head] + [f"static float {name}_{buffer}[{size}];\n" for buffer, size in buffers.items()]
+    parts = [f"static float {name}_{buffer}[{size}];\n" for buffer, size in buffers.items()]
     for i, layer in enumerate(layers):
         if layer.by_cell:
             parts.append(cells_text(f"{name}_layer_{i}", layer))
@@ -705,11 +684,21 @@ def header_text(args: Args, about: dict, network: dict, layers: list[PlanarLayer
             parts.append(convolution_text(f"{name}_layer_{i}", layer, world, i == 0))
         else:
             parts.append(dense_text(f"{name}_layer_{i}", layer, i == len(layers) - 1))
+    used = {"math": world == "mujoco", "stdint": True, "string": any("memset(" in part for part in parts)}
+    head = HEAD.substitute(
+        words,
+        title=plain(f"A policy for {env_id}, trained by {about['script']}.py for {about['step']:,} steps"),
+        signature=signature,
+        meaning=Template(MEANINGS[world]).substitute(n_channels=words["shape"][-1], actions=actions),
+        sparsity=f"{1 - n_kept / n_all:.3f}",
+        n_weights=f"{sum(network['params'][layer.name]['kernel'].size for layer in layers):,}",
+        includes="".join(f"#include <{x}.h>\n" for x in used if used[x]),
+    )
     memory = {"observation": "observation", "output": words["output"]} | {x: f"{name}_{x}" for x in buffers}
     body = "".join(f"  {name}_{function}({memory[x]}, {memory[y]});\n" for function, x, y in calls)
     if world == "mujoco":
         body += f"  for (int i = 0; i < {words['n_outputs']}; i++) action[i] = tanhf(action[i]);\n"
-    return "\n".join([*parts, f"static inline {signature} {{\n{body}}}\n", "#endif\n"])
+    return "\n".join([head, *parts, f"static inline {signature} {{\n{body}}}\n", "#endif\n"])
 
 
 def compile_command(args: Args) -> str:
@@ -733,7 +722,7 @@ def onnx_bytes(network: dict) -> bytes:
     import onnx.checker
     from onnx import TensorProto, helper, numpy_helper
 
-    layers = planar_layers(network, by_cell=False)
+    layers = planar_layers(network, allow_by_cell=False)
     words, nodes, tensors = words_of(layers, network["world"]), [], []
 
     def add(operator: str, *weights: str, **options) -> None:

@@ -98,10 +98,11 @@ def check_output(path: Path) -> None:
 
 def write_whole(path: Path, content: bytes) -> None:
     """There as a whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    target = path.resolve()  # behind a link
+    temporary = target.with_name(f".{os.getpid()}.tmp")
     try:
         temporary.write_bytes(content)
-        temporary.replace(path)
+        temporary.replace(target)
     except OSError as error:  # a full disk
         fail(f"cannot write {path}: {error.strerror}")
     finally:

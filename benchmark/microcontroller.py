@@ -33,6 +33,8 @@ void policy(const uint8_t *observation, float *q_values) { policy_q_values(obser
 # Without C's own start and printf: it starts where the vector table says and talks to QEMU by semihosting, a breakpoint
 # that the debugger, here QEMU, takes as a call. Q-values leave it as the eight hexadecimal digits of their bits.
 PROGRAM = """
+#include <string.h>
+
 #include "policy.h"
 
 static const uint8_t observations[][%d] = {%s};
