@@ -14,6 +14,14 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers of a parallel run sha
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 
 
+@pytest.fixture(autouse=True)
+def compile_quickly(request):
+    """Half of the time of quick tests was XLA's optimisation of code that runs for an instant. Slow ones need it."""
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", request.node.get_closest_marker("slow") is None)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def forget_compiled_functions():
     """All tests together have more of them than Linux maps into one process (65,530 areas of memory): a crash."""

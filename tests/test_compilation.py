@@ -25,14 +25,15 @@ OFFLINE = ATARI | dict(epoch_steps=50, eval_episodes=1)
 MINATAR = ONLINE | dict(features=(2, 4))
 MUJOCO = dict(env_id="Probe", total_timesteps=100, learning_starts=30, batch_size=8, pruning_period=20)
 MUJOCO |= dict(critic_features=(8,), actor_features=(8,), actor_final_sparsity=0.5, eval_episodes=1, eval_period=50)
+EAUDE = dict(n_networks=2, tournament_size=1)
 CASES = {
-    eaudedqn_atari: ("learn", ONLINE),
+    eaudedqn_atari: ("learn", ONLINE | EAUDE),
     polyprune_dqn_atari: ("learn", ONLINE | dict(pruning_period=20)),
-    eaudedqn_minatar: ("learn", MINATAR),
+    eaudedqn_minatar: ("learn", MINATAR | EAUDE),
     polyprune_dqn_minatar: ("learn", MINATAR | dict(pruning_period=20)),
-    eaudecql_atari: ("learn_many", OFFLINE),
+    eaudecql_atari: ("learn_many", OFFLINE | EAUDE),
     polyprune_cql_atari: ("learn_many", OFFLINE | dict(pruning_period=20)),
-    eaudesac_mujoco: ("learn", MUJOCO),
+    eaudesac_mujoco: ("learn", MUJOCO | EAUDE),
     polyprune_sac_mujoco: ("learn", MUJOCO),
 }
 
