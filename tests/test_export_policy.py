@@ -563,6 +563,18 @@ def test_nothing_but_the_outputs_is_touched(tmp_path, monkeypatch):
     assert mine.read_text() == "mine"
 
 
+def test_a_link_stays_and_a_name_that_is_too_long_gets_one_line(tmp_path, capsys):
+    path, link = minatar_policy(tmp_path / "policy.npz"), tmp_path / "q.h"
+    link.symlink_to("real.h")
+    for _ in range(2):  # it leads to nothing, then to a header
+        export_policy.main(Args(path, c=link))
+        assert link.is_symlink()
+        assert "policy_q_values" in (tmp_path / "real.h").read_text()
+    export_policy.main(Args(path, c=tmp_path / ("a" * 253 + ".h")))  # the longest name there is
+    capsys.readouterr()
+    assert "File name too long" in refused(Args(path, c=tmp_path / ("a" * 254 + ".h")), capsys)
+
+
 def test_it_needs_neither_jax_nor_scipy_nor_a_game(tmp_path):
     code = (
         "import sys, export_policy; from pathlib import Path\n"
