@@ -275,6 +275,7 @@ def tensor_densities(tensors: list[np.ndarray], sparsity: float, distribution: s
         return np.array([part.mean() for part in np.split(mask, sizes.cumsum()[:-1])])
     if distribution != "erk":
         raise ValueError(f"unknown distribution {distribution!r}: choose uniform, erk or global")
+    # DIFFERS: by default a small tensor loses less (erk); the paper's sentence reads as one threshold for all weights.
     # Erdos-Renyi-Kernel: density in proportion to sum(shape) / prod(shape), and `sparsity` in total. A tensor whose
     # density would exceed 1 stays dense, and the others share the rest: each round can find one more.
     sums = np.array([sum(x.shape) for x in tensors])

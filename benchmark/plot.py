@@ -238,14 +238,18 @@ def complete(study: Study) -> Study:
 
 
 def normalise(study: Study, scores: dict[str, tuple[float, float]] | None = None) -> Study:
-    """Returns are 1 for the dense network at the end; with `scores` of Atari 0 for random play and 1 for a human."""
+    """Returns are 1 for the dense network at the end; with `scores` of Atari 0 for random play and 1 for a human. Those
+    of frozen policies are 1 for the dense ones."""
     result = {}
     for (variant, env), runs in study.items():
         low, high = scores[env] if scores else (0.0, final(study["dense", env])[1].mean())
+        dense_frozen = [run[FROZEN][1].mean() for run in study.get(("dense", env), []) if FROZEN in run]
         result[variant, env] = [dict(run) for run in runs]
         for run in result[variant, env]:
             for tag in set(RETURNS) & set(run):
                 run[tag] = run[tag][0], (run[tag][1] - low) / (high - low)
+            if FROZEN in run:
+                run[FROZEN] = run[FROZEN][0], run[FROZEN][1] / np.mean(dense_frozen)
     return result
 
 
@@ -420,18 +424,17 @@ def named(base: str, variants: Lines = ALGORITHMS) -> Lines:
 
 
 def print_iqms(study: Study, lines: Lines, base: str) -> None:
-    """Of normalised returns, and the sparsities beside them."""
-    print(
-        f"| algorithm | final return / dense {base}'s, IQM | final sparsity, IQM | runs |",
-        "|---|---|---|---|",
-        sep="\n",
-    )
+    """Of normalised returns, on MinAtar those of frozen policies, and the sparsities beside them."""
+    has_frozen = any(FROZEN in run for runs in study.values() for run in runs)
+    names = [f"final return / dense {base}'s, IQM", *["frozen, IQM"] * has_frozen, "final sparsity, IQM"]
+    print(f"| algorithm | {' | '.join(names)} | runs |", f"|{'---|' * (len(names) + 2)}", sep="\n")
     for variant, (_, label) in lines.items():
-        tasks = [final(runs) for (other, _), runs in study.items() if other == variant]
+        tasks = [runs for (other, _), runs in study.items() if other == variant]
         if tasks:
-            sparsities, returns = zip(*tasks)
-            iqms = f"{with_interval(returns, iqm, 2)} | {with_interval(sparsities, iqm, 2)}"
-            print(f"| {label} | {iqms} | {sum(map(len, returns))} |")
+            sparsities, returns = zip(*map(final, tasks))
+            frozen = [np.array([run[FROZEN][1].mean() for run in runs if FROZEN in run]) for runs in tasks]
+            iqms = [with_interval(x, iqm, 2) for x in (returns, *[frozen] * has_frozen, sparsities)]
+            print(f"| {label} | {' | '.join(iqms)} | {sum(map(len, tasks))} |")
     print()
 
 
@@ -564,7 +567,7 @@ def draw_minatar_tournaments():
         "|---|---|---|---|---|---|",
         sep="\n",
     )
-    edges = np.array([0, 0.0025, 0.005, 0.01, 0.02, 0.04 + 1e-9])  # as far as S_max lets a pruning go
+    edges = np.array([0, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04 - 1e-6, 0.04 + 1e-6])  # the last are at S_max
     for panel, (name, run) in zip(panels, runs.items()):
         (steps, pruned), (_, losses) = [run[tag] for tag in TOURNAMENTS]
         is_late = steps > 0.4 * steps[-1]
@@ -579,8 +582,9 @@ def draw_minatar_tournaments():
                 part = losses[chosen & (pruned >= low) & (pruned < high)]
                 if len(part):
                     medians.append((50 * (low + high), 100 * np.median(part)))
+                    shares = f"{100 * low:.3g} to {100 * high:.3g} %" if high - low > 1e-3 else f"{100 * high:.3g} %"
                     won = f"{(part < 0).mean():.2f} | {100 * np.median(part):+.2f} %"
-                    print(f"| {name} | {period} | {100 * low:g} to {100 * high:g} % | {len(part)} | {won} |")
+                    print(f"| {name} | {period} | {shares} | {len(part)} | {won} |")
             panel.plot(*np.transpose(medians), color=colour, marker="o", label=f"median, {period}")
         panel.axhline(0, color="black", linewidth=0.8)
         panel.set_ylim(-3, 6)
