@@ -303,8 +303,8 @@ def network_probabilities(losses: np.ndarray) -> np.ndarray:
     share all. A diverged network gets nothing, unless all have diverged."""
     losses = np.where(np.isfinite(losses), losses, np.inf).astype(float)
     are_lowest = losses == losses.min()
-    weights = are_lowest if losses.min() in (0, np.inf) else losses.min() / losses
-    return weights / weights.sum()
+    shares = are_lowest if losses.min() in (0, np.inf) else losses.min() / losses
+    return shares / shares.sum()
 
 
 # ---- Agent state -----------------------------------------------------------------------------------------------------
@@ -367,7 +367,7 @@ def learn(args: Args, network: QNetwork, state: AgentState, batch: Batch) -> tup
     params = optax.apply_updates(state.params, updates)
     params = jax.tree.map(jnp.multiply, params, state.masks)  # what was pruned stays pruned
 
-    losses_or_inf = jnp.where(jnp.isfinite(losses), losses, jnp.inf)  # infinite: never selected, never acts again
+    losses_or_inf = jnp.where(jnp.isfinite(losses), losses, jnp.inf)  # infinite: not selected, nor drawn to act
     cumulated_losses = state.cumulated_losses + losses_or_inf  # l. 11, too
     state = state._replace(params=params, opt_state=opt_state, cumulated_losses=cumulated_losses)
     return state, {"losses/td_loss": losses.mean(), "losses/q_values": mean_q_values.mean()}
