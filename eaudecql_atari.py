@@ -435,7 +435,7 @@ def learn(args: Args, network: QNetwork, state: AgentState, batch: Batch) -> tup
     params = optax.apply_updates(state.params, updates)
     params = jax.tree.map(jnp.multiply, params, state.masks)  # what was pruned stays pruned
 
-    losses_or_inf = jnp.where(jnp.isfinite(losses), losses, jnp.inf)  # infinite: not selected
+    losses_or_inf = jnp.where(jnp.isfinite(losses), losses, jnp.inf)  # infinite: never drawn, never selected
     cumulated_losses = state.cumulated_losses + losses_or_inf  # l. 11, too
     state = state._replace(params=params, opt_state=opt_state, cumulated_losses=cumulated_losses)
     return state, {"losses/cql_loss": losses.mean(), "losses/q_values": mean_q_values.mean()}
