@@ -39,7 +39,7 @@ def n_checkpoints(folder):
 
 
 def n_starts(folder):
-    """How often a script has begun its work: each time with a new file of curves."""
+    """How often a script has begun its work, each time with a new file of curves. Two can begin between two looks."""
     return len(list(folder.glob("tiny/*/*/events*")))
 
 
@@ -55,15 +55,15 @@ def test_runs_end_as_they_do_here_whatever_happens_to_their_jobs(node, tmp_path)
     node.wait_until(lambda: n_checkpoints(folder) == 2)
     node.run("sbatch", "-p", "high", "-n", "2", "--output=/dev/null", "--wrap", "true")  # takes both cores
     node.wait_until(lambda: len(tasks(node)) == 0)
-    node.wait_until(lambda: n_starts(folder) == 4)  # they are back
+    node.wait_until(lambda: n_starts(folder) >= 4)  # they are back
     warned, *_ = tasks(node)
     node.run("scancel", "--batch", "--signal=TERM", warned)  # as before a time limit: it ends by itself, and comes back
     node.wait_until(lambda: warned not in tasks(node))
-    node.wait_until(lambda: n_starts(folder) == 5)
+    node.wait_until(lambda: n_starts(folder) >= 5)
     requeued = tasks(node)[-1]
     node.run("scontrol", "requeue", requeued)
     node.wait_until(lambda: requeued not in tasks(node))
-    node.wait_until(lambda: n_starts(folder) == 6)
+    node.wait_until(lambda: n_starts(folder) >= 6)
     cancelled = tasks(node)[0]
     node.run("scancel", cancelled)
     node.wait_until(lambda: not node.run("squeue", "-h"))
